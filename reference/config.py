@@ -197,8 +197,8 @@ def slice_of(config: NoteConfig, layers: Sequence[int], experts: int | None = No
     kept = text.n_routed_experts if experts is None else experts
     if not text.num_experts_per_tok <= kept <= text.n_routed_experts:
         raise ConfigError(
-            f"slice: keep between num_experts_per_tok = {text.num_experts_per_tok} and {text.n_routed_experts} experts, "
-            f"found {kept}"
+            f"slice: keep between num_experts_per_tok = {text.num_experts_per_tok} and "
+            f"{text.n_routed_experts} experts, found {kept}"
         )
     sliced = dataclasses.replace(
         text,

@@ -44,7 +44,7 @@ def _read_note(values: Mapping[str, Any]) -> NoteConfig:
     for wrapper in ("text_config", "llm_config", "thinker_config"):
         if wrapper in values:
             raise ConfigError(
-                f"config: {wrapper!r} wraps the text keys; NOTE's config is flat, and the top level of a wrapped one holds "
+                f"config: {wrapper!r} wraps the text keys; NOTE's config is flat, and a wrapped one's top level holds "
                 f"nothing but defaults: pass the object with the text keys at its top level"
             )
     reader = JsonReader(values, "config")
