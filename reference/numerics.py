@@ -17,7 +17,7 @@ RopeDtype = Literal["float32", "rounded_table", "activation"]
 class Numerics:
     """Field by field: what may differ, then the two or three values that exist."""
 
-    # Router GEMM and sigmoid: in float32, or the logits (and the scores) rounded to the activation dtype.
+    # Router GEMM: in float32, or with its logits rounded to the activation dtype (the sigmoid is float32 in both).
     router_dtype: Literal["float32", "activation"] = "float32"
     # RMSNorm: multiply by the weight in float32 and round once, or round, multiply by the weight, round again.
     rms_norm_rounding: Literal["once", "twice"] = "once"

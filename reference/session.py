@@ -5,8 +5,17 @@
 other lengths.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+import torch
+from torch import Tensor
+
+from reference.cache import RequestCache, SlidingCache
+from reference.errors import CacheError, TokenIdError
+from reference.probe import is_observed, probe, rows, scope
+from reference.text import TextModel
 
 StepKind = Literal["prefill", "decode", "verify"]
 
@@ -18,3 +27,151 @@ class StepItem:
     request: str
     token_ids: tuple[int, ...]
     kind: StepKind
+
+
+@dataclass
+class _Request:
+    cache: RequestCache
+    token_ids: list[int]
+    # Hidden states after the final norm, one row a token: what the draft layer reads. Kept only if there is one.
+    hidden_TD: Tensor | None
+
+
+class Session:
+    """Runs the reference over many requests, one after the other.
+
+    `max_draft_tokens` is how deep a draft may go and how many tokens `truncate` can take back. With `max_length` a
+    request holds at most that many tokens.
+    """
+
+    def __init__(self, model: TextModel, max_draft_tokens: int = 4, max_length: int | None = None):
+        self.model = model
+        self.max_draft_tokens = max_draft_tokens
+        self.max_length = max_length
+        self._requests: dict[str, _Request] = {}
+
+    def step(self, items: Sequence[StepItem]) -> dict[str, Tensor]:
+        """Append each item's tokens to its request. Returns logits [T, vocab] of the new rows for each request.
+
+        Raises: CacheError for two items of one request or a request that grows past `max_length`, TokenIdError for an
+        id outside the vocabulary; both before anything has run.
+        """
+        self._check(items)
+        return {item.request: self._run(item) for item in items}
+
+    def draft(self, request: str, next_token: int, depth: int, forced: Sequence[int] = ()) -> Tensor:
+        """Draft `depth` tokens behind `next_token`, the sampled but not yet stepped token of the request.
+
+        First every row that the draft layer has not seen runs with the target's hidden states and the tokens shifted by
+        one, then the layer is driven on its own output. A draft is the argmax of the step before it, or taken from
+        `forced` (teacher forcing). The draft cache is left with rows of committed tokens only.
+        Returns logits [depth, vocab]; row s is for the token s + 1 places behind `next_token`.
+        """
+        state = self.request(request)
+        if state.hidden_TD is None or not 1 <= depth <= self.max_draft_tokens:
+            raise CacheError(
+                f"cannot draft {depth} tokens for {request!r}: needs a model with a draft layer and a depth of 1 to "
+                f"max_draft_tokens = {self.max_draft_tokens}"
+            )
+        cache, device = state.cache, state.hidden_TD.device
+        committed = len(state.token_ids)
+        first = cache.draft.length
+        next_ids_T = torch.tensor([*state.token_ids[first + 1 :], next_token], device=device)
+        hidden_TD = state.hidden_TD[first:]
+        logits = []
+        for step in range(depth):
+            positions_T = cache.draft.next_positions(len(next_ids_T), device)
+            with rows(request, positions_T, "draft"):
+                hidden_TD, logits_TW = self.model.draft_step(step, next_ids_T, hidden_TD, cache)
+            hidden_TD = hidden_TD[-1:]
+            logits.append(logits_TW[-1])
+            next_ids_T = forced_or_best(forced, step, logits[-1])
+        # The row of the newest token was run with `next_token`, which is not committed; it runs again then.
+        cache.draft.truncate(committed - 1)
+        return torch.stack(logits)
+
+    def truncate(self, request: str, length: int) -> None:
+        """Keep the first `length` tokens. Raises: CacheError if more than `max_draft_tokens` would be taken back."""
+        state = self.request(request)
+        if not 0 <= length <= len(state.token_ids):
+            raise CacheError(
+                f"request {request!r} has {len(state.token_ids)} tokens and cannot be truncated to {length}"
+            )
+        state.cache.truncate(length)
+        del state.token_ids[length:]
+        if state.hidden_TD is not None:
+            state.hidden_TD = state.hidden_TD[:length]
+
+    def fork(self, request: str, new: str) -> None:
+        """Start `new` as a copy of `request`; they share storage until they differ."""
+        state = self.request(request)
+        if new in self._requests:
+            raise CacheError(f"cannot fork to {new!r}: a request of that name exists")
+        self._requests[new] = _Request(state.cache.fork(), list(state.token_ids), state.hidden_TD)
+
+    def free(self, request: str) -> None:
+        self.request(request)
+        del self._requests[request]
+
+    def request(self, request: str) -> _Request:
+        if request not in self._requests:
+            raise CacheError(f"no request {request!r}; there are {sorted(self._requests)}")
+        return self._requests[request]
+
+    def length(self, request: str) -> int:
+        return len(self.request(request).token_ids)
+
+    def _check(self, items: Sequence[StepItem]) -> None:
+        seen: set[str] = set()
+        for item in items:
+            if item.request in seen or not item.token_ids:
+                raise CacheError(
+                    f"request {item.request!r}: a step takes one item with at least one token for each request"
+                )
+            seen.add(item.request)
+            length = len(item.token_ids) + (self.length(item.request) if item.request in self._requests else 0)
+            if self.max_length is not None and length > self.max_length:
+                raise CacheError(
+                    f"request {item.request!r} would hold {length} tokens; max_length is {self.max_length}"
+                )
+            for token_id in item.token_ids:
+                if not 0 <= token_id < self.model.config.vocab_size:
+                    raise TokenIdError(
+                        f"request {item.request!r}: token id {token_id} is outside the vocabulary "
+                        f"(0 to {self.model.config.vocab_size - 1})"
+                    )
+
+    def _run(self, item: StepItem) -> Tensor:
+        model = self.model
+        if item.request not in self._requests:
+            cache = model.new_cache(self.max_draft_tokens, self.max_length)
+            self._requests[item.request] = _Request(cache, [], None)
+        state = self._requests[item.request]
+        token_ids_T = torch.tensor(item.token_ids, device=model.lm_head.weight.device)
+        positions_T = state.cache.layers[0].next_positions(len(token_ids_T), token_ids_T.device)
+        with rows(item.request, positions_T, item.kind):
+            normed_TD = model.hidden(model.embed(token_ids_T), state.cache)
+            logits_TW = model.logits(normed_TD)
+        if is_observed():
+            _observe_cache(item, positions_T, state.cache)
+        state.token_ids += item.token_ids
+        if model.config.num_nextn_predict_layers:
+            state.hidden_TD = normed_TD if state.hidden_TD is None else torch.cat((state.hidden_TD, normed_TD))
+        return logits_TW
+
+
+def forced_or_best(forced: Sequence[int], step: int, logits_W: Tensor) -> Tensor:
+    """The token that follows draft step `step`, as a tensor of one; equal logits go to the lower id."""
+    if step < len(forced):
+        return torch.tensor([forced[step]], device=logits_W.device)
+    return logits_W.argmax(keepdim=True)
+
+
+def _observe_cache(item: StepItem, positions_T: Tensor, cache: RequestCache) -> None:
+    """Show the rows of this step as the cache gives them back; a ring has kept only the last of a long chunk."""
+    for index, layer in enumerate(cache.layers):
+        oldest = layer.oldest if isinstance(layer, SlidingCache) else 0
+        kept_T = positions_T[positions_T >= oldest]
+        with rows(item.request, kept_T, item.kind), scope(f"cache.{index}"):
+            for name, stored in layer.rows(kept_T).items():
+                probe(name, stored)
