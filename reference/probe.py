@@ -89,10 +89,11 @@ def narrowed_rows(block: slice) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def listening(*listeners: Listener) -> Iterator[None]:
-    """Let `listeners` observe, in this order, every probe inside."""
+def listening(*listeners: Listener, first: bool = False) -> Iterator[None]:
+    """Let `listeners` observe, in this order, every probe inside; behind those already listening, or `first`."""
     global _listeners
-    before, _listeners = _listeners, (*_listeners, *listeners)
+    before = _listeners
+    _listeners = (*listeners, *before) if first else (*before, *listeners)
     try:
         yield
     finally:

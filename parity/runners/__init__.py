@@ -34,6 +34,9 @@ class Runner(Protocol):
     def step(self, items: Sequence[StepItem]) -> dict[str, Tensor]:
         """Append each item's tokens to its request. Returns logits [T, vocab] of the new rows for each request."""
 
+    def draft(self, request: str, next_token: int, depth: int, forced: Sequence[int] = ()) -> Tensor:
+        """Draft behind `next_token` with the draft layer. Returns logits [depth, vocab]; see `Session.draft`."""
+
     def truncate(self, request: str, length: int) -> None:
         """Keep the first `length` tokens of the request."""
 

@@ -80,6 +80,9 @@ class TransformersRunner:
         with torch.no_grad(), self._precision():
             return {item.request: self._run(item) for item in items}
 
+    def draft(self, request: str, next_token: int, depth: int, forced: Sequence[int] = ()) -> Tensor:
+        raise NotSupportedHere("transformers has no draft layer for dots3_note")
+
     def truncate(self, request: str, length: int) -> None:
         cache = self._cache(request)
         held = cache.get_seq_length()

@@ -33,7 +33,7 @@ class Router(nn.Module):
         self.e_score_correction_bias = nn.Parameter(torch.zeros(config.n_routed_experts), requires_grad=False)
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns expert_ids_TK, int64 by descending choice, and weights_TK, at least float32."""
+        """Returns expert_ids_TK, int64 by descending choice, and weights_TK in that order, at least float32."""
         with scope("router"):
             logits_TE = probe("logits", self._logits(x_TD))
             scores_TE = probe("scores", logits_TE.to(at_least_float32(logits_TE.dtype)).sigmoid())

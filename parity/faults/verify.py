@@ -1,0 +1,76 @@
+"""Runs the catalogue against the harness: each visible fault must be detected, each invisible one must not.
+
+Logic is judged in float64, where the only limit is 1e-10. Faults of precision (class N) are judged in a float32 run,
+against the measured floor, operation by operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from parity.compare import ChoiceResult, Comparison, ProbeResult, compare, compare_exact
+from parity.faults.fault import Fault
+from parity.run import traced
+from parity.runners.reference import ReferenceRunner
+from parity.schema import pattern_of
+from parity.workload import Workload
+from reference.config import NoteConfig
+
+Mode = Literal["float64", "float32"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the harness saw of one fault. `first` is the name at which it first showed; None where it did not."""
+
+    fault: Fault
+    mode: Mode | None
+    workload: Workload | None
+    first: str | None
+    error: float
+
+    @property
+    def is_detected(self) -> bool:
+        return self.first is not None
+
+    @property
+    def is_as_expected(self) -> bool:
+        """Detected where the catalogue says so, silent where it says so."""
+        if self.fault.visibility in ("I", "R"):
+            return not self.is_detected
+        return self.first is not None and pattern_of(self.first) in self.fault.first
+
+
+def verify(fault: Fault, config: NoteConfig, weights: Mapping[str, Tensor], workloads: Sequence[Workload]) -> Outcome:
+    """Try the workloads in order until one shows the fault."""
+    mode: Mode = "float32" if fault.visibility == "N" else "float64"
+    for workload in workloads:
+        first = _compared(fault, config, weights, workload, mode).first
+        if first is not None:
+            return Outcome(fault, mode, workload, _name(first), _error(first))
+    return Outcome(fault, None, None, None, 0.0)
+
+
+def _compared(
+    fault: Fault, config: NoteConfig, weights: Mapping[str, Tensor], workload: Workload, mode: Mode
+) -> Comparison:
+    port = ReferenceRunner(config, weights, getattr(torch, mode), faults=(fault,))
+    trace = traced(port, workload)
+    if mode == "float64":
+        return compare_exact(ReferenceRunner(config, weights, torch.float64), trace, workload)
+    return compare(
+        lambda dtype: ReferenceRunner(config, weights, dtype), trace, torch.float32, workload, views=("pinpoint",)
+    )
+
+
+def _name(result: ProbeResult | ChoiceResult) -> str:
+    return result.name if isinstance(result, ProbeResult) else result.exchange.name
+
+
+def _error(result: ProbeResult | ChoiceResult) -> float:
+    return result.error if isinstance(result, ProbeResult) else result.exchange.gap

@@ -1,0 +1,157 @@
+"""Feeds the values of a trace back into a run of the reference, at its probes.
+
+`ChoiceReplay` replays discrete choices (experts, selected keys), so that one exchanged key does not turn every later
+tensor red, and keeps a record of each exchange with its score gap. `Given` puts recorded values in place of computed
+ones, so that what follows is computed from the trace's own inputs: that isolates a layer, or a single operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parity.schema import decided_by, pattern_of, spec_of
+from parity.trace import RowKey, Table, Trace
+from reference.probe import Rows
+
+
+class _RowsOf:
+    """Finds the rows of a trace that belong to what is being observed, in the order of observation."""
+
+    def __init__(self, trace: Trace):
+        self._trace = trace
+        self._seen: dict[tuple[str, str], dict[int, int]] = {}
+        self._tables: dict[tuple[str, str], tuple[Table, dict[RowKey, int]]] = {}
+
+    def find(self, name: str, rows: Rows) -> tuple[list[RowKey], Tensor, Tensor] | None:
+        """Keys of the observed rows, which of them the trace has (indices), and its values for those."""
+        if not self._trace.has(name, rows.request):
+            return None
+        seen = self._seen.setdefault((name, rows.request), {})
+        keys = []
+        for position in rows.positions.tolist():
+            seen[position] = seen.get(position, -1) + 1
+            keys.append((position, seen[position]))
+        table, index = self._table(name, rows.request)
+        found = [row for row, key in enumerate(keys) if key in index]
+        values = table.values[torch.tensor([index[keys[row]] for row in found], dtype=torch.long)]
+        return keys, torch.tensor(found, dtype=torch.long), values
+
+    def _table(self, name: str, request: str) -> tuple[Table, dict[RowKey, int]]:
+        if (name, request) not in self._tables:
+            table = self._trace.table(name, request)
+            self._tables[name, request] = table, {key: row for row, key in enumerate(table.keys)}
+        return self._tables[name, request]
+
+
+def _fitted(values: Tensor, like: Tensor) -> Tensor:
+    """Crop or pad the last dim (keys) to the width of `like`, and take its dtype."""
+    width = like.shape[-1]
+    if values.shape[-1] > width:
+        values = values[..., :width]
+    elif values.shape[-1] < width:
+        fill = float("-inf") if values.is_floating_point() else -1
+        values = torch.nn.functional.pad(values, (0, width - values.shape[-1]), value=fill)
+    return values.to(device=like.device, dtype=like.dtype)
+
+
+class Given:
+    """Replaces every observed tensor for which `is_given(name)` holds by the rows of the trace, where it has them."""
+
+    def __init__(self, trace: Trace, is_given: Callable[[str], bool]):
+        self._rows = _RowsOf(trace)
+        self._is_given = is_given
+
+    def observe(self, name: str, value: Tensor, rows: Rows | None) -> Tensor:
+        spec = spec_of(name)
+        if rows is None or spec is None or spec.kind == "choice" or not self._is_given(name):
+            return value
+        found = self._rows.find(name, rows)
+        if found is None:
+            return value
+        _, indices, values = found
+        return value.index_copy(0, indices.to(value.device), _fitted(values, value))
+
+
+_LAYER_BOUNDARIES = {
+    "embeddings",
+    "layers.{i}.input",
+    "layers.{i}.output",
+    "final_norm",
+    "mtp.{s}.fused",
+    "mtp.{s}.output",
+    "mtp.{s}.normed",
+}
+
+
+def is_layer_boundary(name: str) -> bool:
+    """The tensors between layers: given these, every layer runs from its own input, and its own input's history."""
+    return pattern_of(name) in _LAYER_BOUNDARIES
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One row whose choice differs. `gap` is how far the worst exchange is from a tie, in units of the scores.
+
+    0: an exact tie. Infinite: a key that is not visible, or another number of choices.
+    """
+
+    name: str
+    request: str
+    position: int
+    occurrence: int
+    only_expected: tuple[int, ...]
+    only_actual: tuple[int, ...]
+    gap: float
+    scale: float  # norm of the row of scores, the unit of its relative noise
+
+
+class ChoiceReplay:
+    """Replaces every choice by the one in the trace, and records the rows in which they differ."""
+
+    def __init__(self, trace: Trace):
+        self._rows = _RowsOf(trace)
+        self._scores: dict[str, Tensor] = {}
+        self.exchanges: list[Exchange] = []
+        self.compared_rows: dict[str, int] = {}
+
+    def observe(self, name: str, value: Tensor, rows: Rows | None) -> Tensor:
+        spec = spec_of(name)
+        if rows is None or spec is None:
+            return value
+        if spec.kind == "scores" or pattern_of(name).endswith("router.choice"):
+            self._scores[name] = value
+        if spec.kind != "choice":
+            return value
+        found = self._rows.find(name, rows)
+        if found is None:
+            return value
+        keys, indices, values = found
+        theirs = _fitted(values, value)
+        self.compared_rows[name] = self.compared_rows.get(name, 0) + len(indices)
+        self._judge(name, rows.request, [keys[row] for row in indices.tolist()], value[indices], theirs, indices)
+        return value.index_copy(0, indices.to(value.device), theirs)
+
+    def _judge(
+        self, name: str, request: str, keys: list[RowKey], ours: Tensor, theirs: Tensor, indices: Tensor
+    ) -> None:
+        different = (ours.sort(-1).values != theirs.sort(-1).values).any(-1)
+        scores_name = decided_by(name)
+        assert scores_name is not None
+        for row in different.nonzero().flatten().tolist():
+            scores = self._scores[scores_name][indices[row]].to(torch.float64)
+            mine, other = set(ours[row].tolist()) - {-1}, set(theirs[row].tolist()) - {-1}
+            lost, won = sorted(mine - other), sorted(other - mine)
+            position, occurrence = keys[row]
+            gap = _gap(scores, lost, won)
+            scale = float(scores[scores.isfinite()].norm())
+            self.exchanges.append(Exchange(name, request, position, occurrence, tuple(lost), tuple(won), gap, scale))
+
+
+def _gap(scores: Tensor, lost: list[int], won: list[int]) -> float:
+    if len(lost) != len(won) or not lost or max(won) >= len(scores):
+        return float("inf")
+    return float(scores[lost].max() - scores[won].min())

@@ -1,0 +1,107 @@
+"""How much of a difference is rounding: measured for these inputs, with a stated rate of false alarms.
+
+Truth is float64. The floor is the error of the eager reference in the storage dtype, pooled over several draws of its
+rounding. An error counts as *within noise* while
+
+    error of a row  <=  STRUCTURE · chi(n, alpha / m) · floor of the row
+
+STRUCTURE = 2: another implementation may round twice as much as the eager one does (other places, other orders).
+chi(n, p) = sqrt(chi²_n(1 - p) / n): how far the root mean square of n roundings exceeds its expectation with
+probability p. n is the number of elements in the row, m the number of rows compared in the run, alpha the chance that a
+run without any fault is called different. Nothing here is tuned to an implementation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+from reference.probe import Rows
+
+STRUCTURE = 2.0
+FALSE_ALARM_RATE = 1e-6
+DRAWS = 8
+# In exact mode two implementations of the same logic differ by reassociation of float64 only.
+EXACT_LIMIT = 1e-10
+
+
+def chi_factor(elements: int, probability: float) -> float:
+    """sqrt of the (1 - probability) quantile of chi² with `elements` degrees of freedom, over its mean.
+
+    Wilson-Hilferty approximation, within 1 % for the probabilities used here.
+    """
+    z = NormalDist().inv_cdf(1.0 - probability)
+    spread = 2.0 / (9.0 * elements)
+    return (1.0 - spread + z * math.sqrt(spread)) ** 1.5
+
+
+def noise_limit(elements: int, comparisons: int, false_alarm_rate: float = FALSE_ALARM_RATE) -> float:
+    """The largest error-to-floor ratio of a row that is called noise."""
+    return STRUCTURE * chi_factor(elements, false_alarm_rate / max(1, comparisons))
+
+
+def one_rounding(dtype: torch.dtype) -> float:
+    """Root mean square of a single rounding to `dtype`, relative to the value: a floor is never below it."""
+    return torch.finfo(dtype).eps * 0.2
+
+
+@dataclass(frozen=True)
+class RowErrors:
+    """Distance of each row from the truth. `relative` is the norm of the difference over the norm of the true row.
+
+    A row whose truth is (nearly) zero is measured against the typical row instead. Non-finite values that do not
+    coincide with the truth's (NaN, +inf, -inf) make the row's error infinite.
+    """
+
+    relative: Tensor  # [rows], float64
+    largest: Tensor  # [rows], largest absolute difference
+    elements: int  # a row has this many
+
+
+def row_errors(actual: Tensor, truth: Tensor) -> RowErrors:
+    """Compare [rows, …] tensors in float64."""
+    actual_RX, truth_RX = (tensor.to(torch.float64).flatten(1) for tensor in (actual, truth))
+    finite = truth_RX.isfinite()
+    same_kind = (finite == actual_RX.isfinite()) & (finite | (actual_RX == truth_RX) | (actual_RX != actual_RX))
+    difference = torch.where(finite & same_kind, actual_RX - truth_RX, 0.0).abs()
+    norms = torch.where(finite, truth_RX, 0.0).norm(dim=1)
+    typical = norms.square().mean().sqrt()
+    scale = torch.maximum(norms, 1e-3 * typical).clamp(min=torch.finfo(torch.float64).tiny)
+    spoilt = ~same_kind.all(dim=1)
+    relative = (difference.norm(dim=1) / scale).masked_fill(spoilt, float("inf"))
+    largest = difference.amax(dim=1).masked_fill(spoilt, float("inf"))
+    return RowErrors(relative, largest, int(finite.sum(dim=1).max()) if len(finite) else 0)
+
+
+def floor_of(draws: Sequence[Tensor], truth: Tensor, rounded_to: torch.dtype) -> Tensor:
+    """Noise of each row, [rows]: root mean square over the draws, at least half the typical row's and one rounding."""
+    relative = torch.stack([row_errors(draw, truth).relative for draw in draws])
+    by_row = relative.square().mean(dim=0).sqrt()
+    typical = by_row.square().mean().sqrt()
+    return torch.maximum(by_row, 0.5 * typical).clamp(min=one_rounding(rounded_to))
+
+
+class RoundingDraw:
+    """A probe listener that rounds once more: each element moves by one ulp, up or down, with probability 1/12.
+
+    That is the variance of one rounding, so a run with it is as far from the truth as an implementation that has one
+    more rounding at every named tensor. float64 and integer tensors pass unchanged.
+    """
+
+    PROBABILITY = 1 / 12
+
+    def __init__(self, seed: int):
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def observe(self, name: str, value: Tensor, rows: Rows | None) -> Tensor:
+        if not value.is_floating_point() or value.dtype == torch.float64:
+            return value
+        drawn = torch.rand(value.shape, generator=self._generator).to(value.device)
+        direction = torch.where(drawn < self.PROBABILITY / 2, float("inf"), float("-inf"))
+        moved = torch.nextafter(value, direction.to(value.dtype))
+        return torch.where((drawn < self.PROBABILITY) & value.isfinite(), moved, value)

@@ -1,0 +1,141 @@
+"""A trace: the named tensors of one run, each row keyed by request and absolute position.
+
+In memory, or as a folder with `manifest.json` and safetensors files that are read lazily, one tensor at a time.
+A row is identified by (request, position, occurrence): after drafts are taken back, the same position runs again and
+counts as its next occurrence. Draft steps have their own names (`mtp.{s}.…`).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from parity.schema import dataflow_key
+from reference.probe import Rows
+
+RowKey = tuple[int, int]  # (absolute position, occurrence)
+
+
+class Source(Protocol):
+    """Where an entry's tensor comes from: memory or a file."""
+
+    def load(self) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class InMemory:
+    tensor: Tensor
+
+    def load(self) -> Tensor:
+        return self.tensor
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One observed tensor. `action` is the index of the workload action it belongs to."""
+
+    name: str
+    request: str
+    action: int
+    kind: str
+    positions: tuple[int, ...]
+    source: Source
+
+
+@dataclass(frozen=True)
+class Table:
+    """All rows of one name and request: `values` [n, …], and their keys in the order in which they were computed."""
+
+    keys: tuple[RowKey, ...]
+    values: Tensor
+
+
+class Trace:
+    """Entries in the order of their computation."""
+
+    def __init__(self, entries: Sequence[Entry], producer: str = ""):
+        self.producer = producer
+        self._entries: dict[tuple[str, str], list[Entry]] = {}
+        for entry in entries:
+            self._entries.setdefault((entry.name, entry.request), []).append(entry)
+
+    def names(self) -> list[str]:
+        """Every recorded name, in dataflow order."""
+        return sorted({name for name, _ in self._entries}, key=dataflow_key)
+
+    def requests(self, name: str) -> list[str]:
+        return [request for other, request in self._entries if other == name]
+
+    def entries(self) -> Iterator[Entry]:
+        for group in self._entries.values():
+            yield from group
+
+    def has(self, name: str, request: str) -> bool:
+        return (name, request) in self._entries
+
+    def table(self, name: str, request: str) -> Table:
+        """Loads the rows of one name and request. [T, S] scores are padded with -inf to the widest step."""
+        entries = self._entries[name, request]
+        tensors = [entry.source.load() for entry in entries]
+        return Table(tuple(_row_keys(entries)), torch.cat(_equally_wide(tensors)))
+
+
+def _row_keys(entries: Sequence[Entry]) -> Iterator[RowKey]:
+    seen: dict[int, int] = {}
+    for entry in entries:
+        for position in entry.positions:
+            occurrence = seen.get(position, -1) + 1
+            seen[position] = occurrence
+            yield position, occurrence
+
+
+def _equally_wide(tensors: list[Tensor]) -> list[Tensor]:
+    """Keys grow from step to step: pad the last dim with -inf for scores, -1 for choices."""
+    width = max(tensor.shape[-1] for tensor in tensors)
+    return [
+        torch.nn.functional.pad(
+            tensor, (0, width - tensor.shape[-1]), value=float("-inf") if tensor.is_floating_point() else -1
+        )
+        if tensor.shape[-1] < width
+        else tensor
+        for tensor in tensors
+    ]
+
+
+def common_rows(expected: Table, actual: Table) -> tuple[Tensor, Tensor, tuple[RowKey, ...], int]:
+    """Values of the rows that both have, in the order of `expected`, their keys, and how many rows only one has."""
+    index = {key: row for row, key in enumerate(actual.keys)}
+    pairs = [(row, index[key]) for row, key in enumerate(expected.keys) if key in index]
+    missing = len(expected.keys) + len(actual.keys) - 2 * len(pairs)
+    expected_rows, actual_rows = (torch.tensor([pair[side] for pair in pairs], dtype=torch.long) for side in (0, 1))
+    keys = tuple(expected.keys[row] for row, _ in pairs)
+    left, right = _equally_wide([expected.values[expected_rows], actual.values[actual_rows]])
+    return left, right, keys, missing
+
+
+class TraceRecorder:
+    """A probe listener that keeps a clone of every tensor whose name matches one of the globs.
+
+    `action` is set by whoever runs the workload.
+    """
+
+    def __init__(self, patterns: Sequence[str] = ("*",), producer: str = ""):
+        self._patterns = tuple(patterns)
+        self._producer = producer
+        self._entries: list[Entry] = []
+        self.action = 0
+
+    def observe(self, name: str, value: Tensor, rows: Rows | None) -> Tensor:
+        if rows is not None and any(fnmatch.fnmatchcase(name, pattern) for pattern in self._patterns):
+            positions = tuple(rows.positions.tolist())
+            clone = InMemory(value.detach().clone())
+            self._entries.append(Entry(name, rows.request, self.action, rows.kind, positions, clone))
+        return value
+
+    def trace(self) -> Trace:
+        return Trace(self._entries, self._producer)
