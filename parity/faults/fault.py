@@ -38,8 +38,9 @@ class Fault:
     """One entry of the catalogue.
 
     `says`: one sentence, what is done wrong. `first`: patterns of the probes (schema patterns) at which it can first
-    show. `visible_when`: the smallest shape at which it shows. `source`: who reported it. The rest is the patch; any
-    part may be absent. `numerics` is for mistakes of precision.
+    show. `visible_when`: the smallest shape at which it shows. `source`: who reported it. `hides_in`: patterns of
+    intermediate probes that a fault of class I or R may change although nothing behind them does. The rest is the
+    patch; any part may be absent. `numerics` is for mistakes of precision.
     """
 
     id: str
@@ -53,6 +54,7 @@ class Fault:
     numerics: Callable[[Numerics], Numerics] | None = None
     patches: tuple[Patch, ...] = ()
     listener: Callable[[NoteConfig], Listener] | None = None
+    hides_in: tuple[str, ...] = ()
 
     def edited_config(self, config: NoteConfig) -> NoteConfig:
         return self.config(config) if self.config else config
