@@ -26,8 +26,10 @@ from parity.tolerance import (
     DRAWS,
     EXACT_LIMIT,
     FALSE_ALARM_RATE,
+    Floor,
     RoundingDraw,
     RowErrors,
+    element_limit,
     floor_of,
     noise_limit,
     row_errors,
@@ -73,6 +75,11 @@ class ProbeResult:
         """Error over noise; the limit is in the same unit. In exact mode the noise is the limit itself."""
         return self.error / self.noise if self.noise else 0.0
 
+    @property
+    def excess(self) -> float:
+        """Error in units of what is allowed: above 1 is different."""
+        return self.ratio / self.limit if self.limit else 0.0
+
 
 @dataclass(frozen=True)
 class ChoiceResult:
@@ -115,7 +122,7 @@ class Comparison:
 
     def worst_ratio(self) -> float:
         """The largest error in units of its limit."""
-        return max((result.ratio / result.limit for result in self.probes if result.limit), default=0.0)
+        return max((result.excess for result in self.probes), default=0.0)
 
 
 def _blame_order(result: ProbeResult | ChoiceResult) -> tuple[int, int, int, str]:
@@ -126,7 +133,7 @@ def compare_exact(reference: ReferenceRunner, candidate: Trace, workload: Worklo
     """Both without rounding: the same logic differs by no more than reassociation of float64 sums."""
     replay = ChoiceReplay(candidate)
     view = _ViewOfRun("cascade", _run(reference, candidate, workload, "cascade", replay), [], torch.float64)
-    results = [view.result(name, candidate, lambda elements: 1.0) for name in view.names(candidate)]
+    results = [view.result(name, candidate, lambda spread: 1.0) for name in view.names(candidate)]
     choices = [_judged(exchange, EXACT_LIMIT * exchange.scale) for exchange in replay.exchanges]
     return Comparison(tuple(results), tuple(choices), sum(replay.compared_rows.values()), 0.0)
 
@@ -159,7 +166,7 @@ def compare(
         results += [view.result(name, candidate, limit_of) for name in names]
         # The most isolated view judges a choice: there the scores come from the candidate's own inputs.
         for exchange in replay.exchanges:
-            noise = view.score_noise(exchange) * noise_limit(1, comparisons, false_alarm_rate)
+            noise = view.score_noise(exchange) * element_limit(comparisons, false_alarm_rate)
             choices[exchange.name, exchange.request, exchange.position, exchange.occurrence] = _judged(exchange, noise)
         choice_rows = sum(replay.compared_rows.values())
     return Comparison(tuple(results), tuple(choices.values()), choice_rows, false_alarm_rate)
@@ -169,7 +176,6 @@ def _run(
     runner: ReferenceRunner, candidate: Trace, workload: Workload, view: View, replay: ChoiceReplay, draw: int = 0
 ) -> Trace:
     """One run of the reference in a view; draw 0 is the plain one."""
-    runner.reset()
     after = {
         "cascade": [],
         "isolated": [Given(candidate, is_layer_boundary)],
@@ -194,7 +200,7 @@ class _ViewOfRun:
             return [name for name in known if name in recorded and has_own_input(name, recorded)]
         return [name for name in known if name in recorded]
 
-    def result(self, name: str, candidate: Trace, limit_of: Callable[[int], float]) -> ProbeResult:
+    def result(self, name: str, candidate: Trace, limit_of: Callable[[float], float]) -> ProbeResult:
         """All requests of one name; one pair of tensors is loaded at a time."""
         parts = [self._part(name, request, candidate) for request in self.truth.requests(name)]
         rows = [row for part in parts for row in part.rows]
@@ -202,11 +208,10 @@ class _ViewOfRun:
         elements = sum(part.errors.elements * len(part.rows) for part in parts)
         if not rows:
             return ProbeResult(name, self.view, "missing", 0, 0, missing, 0.0, 0.0, 0.0, 0.0, None, None)
-        limits = [limit_of(max(1, part.errors.elements)) for part in parts for _ in part.rows]
-        error, noise, largest = (
-            torch.cat([getattr(part.errors, field) if field != "noise" else part.noise for part in parts])
-            for field in ("relative", "noise", "largest")
-        )
+        limits = [limit_of(part.floor.spread) for part in parts for _ in part.rows]
+        error = torch.cat([part.errors.relative for part in parts])
+        largest = torch.cat([part.errors.largest for part in parts])
+        noise = torch.cat([part.floor.noise for part in parts])
         excess = error / (noise * torch.tensor(limits, dtype=error.dtype))
         worst = int(excess.argmax())
         bad = (excess > 1.0).nonzero().flatten().tolist()
@@ -239,29 +244,30 @@ class _ViewOfRun:
         truth, draws = self._tables(name, exchange.request)
         row = truth.keys.index((exchange.position, exchange.occurrence))
         values = truth.values[row : row + 1]
-        noise = float(floor_of([draw[row : row + 1] for draw in draws], values, self._rounded_to(name)))
+        floor = floor_of([draw[row : row + 1] for draw in draws], values, self._rounded_to(name))
         finite = values[values.isfinite()]
-        return noise * float(finite.norm()) * (2.0 / max(1, finite.numel())) ** 0.5
+        # Of one element: the row's noise shared out among its elements; of a difference of two: sqrt(2) times that.
+        return float(floor.noise) * float(finite.norm()) * (2.0 / max(1, finite.numel())) ** 0.5
 
     def _part(self, name: str, request: str, candidate: Trace) -> _Part:
         if not candidate.has(name, request):
             missing = len(self.truth.table(name, request).keys)
             empty = torch.zeros(0, dtype=torch.float64)
-            return _Part([], RowErrors(empty, empty, 0), empty, False, missing)
+            return _Part([], RowErrors(empty, empty, 0), Floor(empty, 0.0), False, missing)
         truth, draws = self._tables(name, request)
         actual = _in_order_of_ids(name, request, candidate)
         expected_RX, actual_RX, keys, missing = common_rows(truth, actual)
         rows = [Place(request, position, occurrence) for position, occurrence in keys]
         errors = row_errors(actual_RX, expected_RX)
         if not draws:
-            noise = torch.full_like(errors.relative, EXACT_LIMIT)
-            return _Part(rows, errors, noise, torch.equal(actual_RX, expected_RX), missing)
+            floor = Floor(torch.full_like(errors.relative, EXACT_LIMIT), 0.0)
+            return _Part(rows, errors, floor, torch.equal(actual_RX, expected_RX), missing)
         row_of = {key: row for row, key in enumerate(truth.keys)}
         selected = torch.tensor([row_of[key] for key in keys], dtype=torch.long)
-        noise = floor_of([draw[selected] for draw in draws], truth.values[selected], self._rounded_to(name))
+        floor = floor_of([draw[selected] for draw in draws], truth.values[selected], self._rounded_to(name))
         plain = draws[0][selected]
         is_equal = plain.shape == actual_RX.shape and torch.equal(plain.to(actual_RX.dtype), actual_RX)
-        return _Part(rows, errors, noise, is_equal, missing)
+        return _Part(rows, errors, floor, is_equal, missing)
 
     def _rounded_to(self, name: str) -> torch.dtype:
         """What an implementation may round this tensor to: the storage dtype, unless the schema owes it float32."""
@@ -279,7 +285,7 @@ class _Part:
 
     rows: list[Place]
     errors: RowErrors
-    noise: Tensor
+    floor: Floor
     is_bitwise_equal: bool
     missing: int
 

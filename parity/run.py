@@ -35,6 +35,9 @@ class _Tokens:
         self._lengths[new] = self._lengths[request]
         self._epochs[new] = 0
 
+    def live(self) -> list[str]:
+        return list(self._lengths)
+
     def free(self, request: str) -> None:
         del self._lengths[request]
         self._epochs[request] = self._epochs.get(request, 0) + 1
@@ -45,7 +48,8 @@ def run_workload(
 ) -> list[str]:
     """Run every action. A tensor goes through the listeners `before`, is recorded, and goes through those `after`.
 
-    Returns a line for each action that the runner does not support: it counts as skipped, never as passed.
+    Requests that are left at the end are freed. Returns a line for each action that the runner does not support: it
+    counts as skipped, never as passed.
     """
     tokens = _Tokens(workload.seed, runner.config.text.vocab_size)
     skipped: list[str] = []
@@ -56,6 +60,8 @@ def run_workload(
                 _act(runner, action, tokens)
             except NotSupportedHere as reason:
                 skipped.append(f"action {index}: {reason}")
+    for request in tokens.live():
+        runner.free(request)
     return skipped
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 SCHEMA_VERSION = 1
@@ -121,6 +122,7 @@ _NUMBERED = re.compile(r"^(layers|cache|mtp)\.(\d+)\.(.+)$")
 _GROUP_RANK = {"embeddings": 0, "layers": 1, "final_norm": 2, "logits": 3, "cache": 4, "mtp": 5}
 
 
+@cache
 def pattern_of(name: str) -> str:
     """`layers.3.attn.gate` becomes `layers.{i}.attn.gate`."""
     match = _NUMBERED.match(name)
@@ -130,6 +132,7 @@ def pattern_of(name: str) -> str:
     return f"{group}.{{{'s' if group == 'mtp' else 'i'}}}.{rest}"
 
 
+@cache
 def spec_of(name: str) -> ProbeSpec | None:
     """What the schema says of a full name, or None for a name it does not know."""
     rank = _RANK.get(pattern_of(name))
@@ -150,6 +153,7 @@ def decided_by(name: str) -> str | None:
     return spec.decided_by.replace("{i}", match.group(2))
 
 
+@cache
 def dataflow_key(name: str) -> tuple[int, int, int, str]:
     """Sort key: the order in which the tensors of one step depend on each other."""
     match = _NUMBERED.match(name)

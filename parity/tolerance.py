@@ -1,14 +1,15 @@
 """How much of a difference is rounding: measured for these inputs, with a stated rate of false alarms.
 
-Truth is float64. The floor is the error of the eager reference in the storage dtype, pooled over several draws of its
-rounding. An error counts as *within noise* while
+Truth is float64. The floor of a row is the error of the eager reference in the storage dtype, pooled over several draws
+of its rounding. An error counts as *within noise* while
 
-    error of a row  <=  STRUCTURE · chi(n, alpha / m) · floor of the row
+    error of a row  <=  STRUCTURE · exp(z · spread) · floor of the row
 
 STRUCTURE = 2: another implementation may round twice as much as the eager one does (other places, other orders).
-chi(n, p) = sqrt(chi²_n(1 - p) / n): how far the root mean square of n roundings exceeds its expectation with
-probability p. n is the number of elements in the row, m the number of rows compared in the run, alpha the chance that a
-run without any fault is called different. Nothing here is tuned to an implementation.
+spread: standard deviation of the logarithm of a row's error between draws. n independent roundings give 1/sqrt(2n); where
+one early rounding moves the whole row, it is measured to be larger.
+z: quantile of the normal distribution for a false alarm in one of the m rows compared, alpha / m, where alpha is the
+chance that a run without any fault is called different. Nothing here is tuned to an implementation.
 """
 
 from __future__ import annotations
@@ -30,19 +31,18 @@ DRAWS = 8
 EXACT_LIMIT = 1e-10
 
 
-def chi_factor(elements: int, probability: float) -> float:
-    """sqrt of the (1 - probability) quantile of chi² with `elements` degrees of freedom, over its mean.
-
-    Wilson-Hilferty approximation, within 1 % for the probabilities used here.
-    """
-    z = NormalDist().inv_cdf(1.0 - probability)
-    spread = 2.0 / (9.0 * elements)
-    return (1.0 - spread + z * math.sqrt(spread)) ** 1.5
-
-
-def noise_limit(elements: int, comparisons: int, false_alarm_rate: float = FALSE_ALARM_RATE) -> float:
+def noise_limit(spread: float, comparisons: int, false_alarm_rate: float = FALSE_ALARM_RATE) -> float:
     """The largest error-to-floor ratio of a row that is called noise."""
-    return STRUCTURE * chi_factor(elements, false_alarm_rate / max(1, comparisons))
+    return STRUCTURE * math.exp(_z(comparisons, false_alarm_rate) * spread)
+
+
+def element_limit(comparisons: int, false_alarm_rate: float = FALSE_ALARM_RATE) -> float:
+    """The same for a single element, whose error is a normal variable and not the mean of many."""
+    return STRUCTURE * _z(comparisons, false_alarm_rate)
+
+
+def _z(comparisons: int, false_alarm_rate: float) -> float:
+    return NormalDist().inv_cdf(1.0 - false_alarm_rate / max(1, comparisons))
 
 
 def one_rounding(dtype: torch.dtype) -> float:
@@ -78,12 +78,23 @@ def row_errors(actual: Tensor, truth: Tensor) -> RowErrors:
     return RowErrors(relative, largest, int(finite.sum(dim=1).max()) if len(finite) else 0)
 
 
-def floor_of(draws: Sequence[Tensor], truth: Tensor, rounded_to: torch.dtype) -> Tensor:
-    """Noise of each row, [rows]: root mean square over the draws, at least half the typical row's and one rounding."""
-    relative = torch.stack([row_errors(draw, truth).relative for draw in draws])
-    by_row = relative.square().mean(dim=0).sqrt()
+@dataclass(frozen=True)
+class Floor:
+    """Noise of each row, relative as in `RowErrors`, and how much it varies from draw to draw."""
+
+    noise: Tensor  # [rows], float64
+    spread: float
+
+
+def floor_of(draws: Sequence[Tensor], truth: Tensor, rounded_to: torch.dtype) -> Floor:
+    """Root mean square over the draws [rows, …]; at least half the typical row's, and one rounding to `rounded_to`."""
+    errors = [row_errors(draw, truth) for draw in draws]
+    relative_KR = torch.stack([error.relative for error in errors]).clamp(min=one_rounding(rounded_to))
+    by_row = relative_KR.square().mean(dim=0).sqrt()
     typical = by_row.square().mean().sqrt()
-    return torch.maximum(by_row, 0.5 * typical).clamp(min=one_rounding(rounded_to))
+    spread = relative_KR.log().var(dim=0).mean().sqrt() if len(draws) > 1 else torch.zeros(())
+    independent = (2.0 * max(1, errors[0].elements)) ** -0.5
+    return Floor(torch.maximum(by_row, 0.5 * typical), max(float(spread), independent))
 
 
 class RoundingDraw:

@@ -87,7 +87,3 @@ class ReferenceRunner:
 
     def free(self, request: str) -> None:
         self.session.free(request)
-
-    def reset(self) -> None:
-        """Forget every request."""
-        self.session = Session(self.model, self.session.max_draft_tokens)

@@ -1,0 +1,140 @@
+"""The main job: does the reference agree with the oracle, on the same checkpoint, over a sweep of workloads?
+
+Three levels, each with its own limit:
+
+exact      every rounding in both promoted to float64: the logic. Limit 1e-10.
+float32    rounding of float32. Limit: the measured floor.
+bfloat16   under `Numerics.transformers`. Limit: the measured floor; how much is bitwise equal is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from parity.compare import ChoiceVerdict, Comparison, ProbeResult, compare, compare_exact
+from parity.run import run_workload
+from parity.runners import Runner
+from parity.runners.reference import ReferenceRunner
+from parity.trace import TraceRecorder
+from parity.workload import Workload
+
+Level = Literal["exact", "float32", "bfloat16"]
+LEVELS: tuple[Level, ...] = ("exact", "float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One workload at one level."""
+
+    level: Level
+    workload: Workload
+    comparison: Comparison
+
+
+@dataclass(frozen=True)
+class LevelSummary:
+    """What the runs of one level add up to."""
+
+    level: Level
+    workloads: int
+    tensors: int
+    elements: int
+    bitwise_equal: int
+    worst: ProbeResult | None
+    choice_rows: int
+    choices: dict[ChoiceVerdict, int]
+    different: int
+
+    @property
+    def is_different(self) -> bool:
+        return self.different > 0
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """All runs of a check, `skipped`: what was asked and could not run, one line each."""
+
+    expected: str
+    actual: str
+    runs: tuple[Run, ...]
+    skipped: tuple[str, ...]
+
+    @property
+    def first_different(self) -> Run | None:
+        """The run to look at: the shortest workload of the first level that differs."""
+        different = [run for run in self.runs if run.comparison.is_different]
+        return min(different, key=lambda run: (LEVELS.index(run.level), run.workload.tokens), default=None)
+
+    @property
+    def compared(self) -> int:
+        return sum(run.comparison.compared for run in self.runs)
+
+    @property
+    def levels(self) -> tuple[LevelSummary, ...]:
+        return tuple(
+            _summary(level, runs) for level in LEVELS if (runs := [run for run in self.runs if run.level == level])
+        )
+
+    def worst_by_name(self, level: Level) -> dict[str, ProbeResult]:
+        """The worst result of every name over the runs of a level."""
+        worst: dict[str, ProbeResult] = {}
+        for result in _results(run for run in self.runs if run.level == level):
+            if result.name not in worst or result.excess > worst[result.name].excess:
+                worst[result.name] = result
+        return worst
+
+
+def check(
+    reference: Callable[[Level], Callable[[torch.dtype], ReferenceRunner]],
+    candidate: Callable[[Level], Runner],
+    workloads: Sequence[Workload],
+    levels: Sequence[Level] = LEVELS,
+    progress: Callable[[str], None] = lambda line: None,
+) -> CheckReport:
+    """Run every workload at every level. `reference(level)` gives the reference of that level in any dtype."""
+    runs, skipped, name = [], dict[str, None](), ""
+    for level in levels:
+        port = candidate(level)
+        name = port.name
+        for number, workload in enumerate(workloads, 1):
+            progress(f"{level}: workload {number} of {len(workloads)}: {workload.text()}")
+            recorder = TraceRecorder(producer=port.name)
+            for line in run_workload(port, workload, recorder):
+                skipped[line.partition(": ")[2]] = None
+            runs.append(Run(level, workload, _compared(reference(level), recorder, level, workload)))
+    return CheckReport("reference", name, tuple(runs), tuple(skipped))
+
+
+def _compared(
+    reference: Callable[[torch.dtype], ReferenceRunner], recorder: TraceRecorder, level: Level, workload: Workload
+) -> Comparison:
+    if level == "exact":
+        return compare_exact(reference(torch.float64), recorder.trace(), workload)
+    return compare(reference, recorder.trace(), getattr(torch, level), workload)
+
+
+def _results(runs: Iterable[Run]) -> Iterable[ProbeResult]:
+    return (result for run in runs for result in run.comparison.probes if result.verdict != "missing")
+
+
+def _summary(level: Level, runs: Sequence[Run]) -> LevelSummary:
+    results = list(_results(runs))
+    choices: dict[ChoiceVerdict, int] = {"tie": 0, "near tie": 0, "flip": 0}
+    for run in runs:
+        for choice in run.comparison.choices:
+            choices[choice.verdict] += 1
+    return LevelSummary(
+        level,
+        len(runs),
+        len(results),
+        sum(result.elements for result in results),
+        sum(result.verdict == "bitwise equal" for result in results),
+        max(results, key=lambda result: result.excess, default=None),
+        sum(run.comparison.choice_rows for run in runs),
+        choices,
+        sum(run.comparison.is_different for run in runs),
+    )

@@ -1,0 +1,1 @@
+"""How findings are shown: one typed record per fact feeds every format."""
