@@ -15,10 +15,11 @@ from typing import Literal
 
 import torch
 
-from parity.compare import ChoiceVerdict, Comparison, ProbeResult, compare, compare_exact
+from parity.compare import compare, compare_exact
+from parity.findings import ChoiceVerdict, Comparison, ProbeResult
+from parity.judge import Reference
 from parity.run import run_workload
 from parity.runners import Runner
-from parity.runners.reference import ReferenceRunner
 from parity.trace import TraceRecorder
 from parity.workload import Workload
 
@@ -89,7 +90,7 @@ class CheckReport:
 
 
 def check(
-    reference: Callable[[Level], Callable[[torch.dtype], ReferenceRunner]],
+    reference: Callable[[Level], Reference],
     candidate: Callable[[Level], Runner],
     workloads: Sequence[Workload],
     levels: Sequence[Level] = LEVELS,
@@ -109,11 +110,9 @@ def check(
     return CheckReport("reference", name, tuple(runs), tuple(skipped))
 
 
-def _compared(
-    reference: Callable[[torch.dtype], ReferenceRunner], recorder: TraceRecorder, level: Level, workload: Workload
-) -> Comparison:
+def _compared(reference: Reference, recorder: TraceRecorder, level: Level, workload: Workload) -> Comparison:
     if level == "exact":
-        return compare_exact(reference(torch.float64), recorder.trace(), workload)
+        return compare_exact(reference, recorder.trace(), workload)
     return compare(reference, recorder.trace(), getattr(torch, level), workload)
 
 

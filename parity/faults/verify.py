@@ -13,7 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from parity.compare import ChoiceResult, Comparison, ProbeResult, compare, compare_exact
+from parity.compare import compare, compare_exact
+from parity.findings import ChoiceResult, Comparison, ProbeResult
 from parity.faults.fault import Fault
 from parity.run import traced
 from parity.runners.reference import ReferenceRunner
@@ -53,7 +54,7 @@ def verify(fault: Fault, config: NoteConfig, weights: Mapping[str, Tensor], work
         for workload in workloads:
             first = _owed(fault, _compared(fault, config, weights, workload, mode)).first
             if first is not None:
-                return Outcome(fault, mode, workload, _name(first), _error(first))
+                return Outcome(fault, mode, workload, first.name, _error(first))
     return Outcome(fault, None, None, None, 0.0)
 
 
@@ -68,15 +69,13 @@ def _compared(
 ) -> Comparison:
     port = ReferenceRunner(config, weights, getattr(torch, mode), faults=(fault,))
     trace = traced(port, workload)
+
+    def reference(dtype: torch.dtype) -> ReferenceRunner:
+        return ReferenceRunner(config, weights, dtype)
+
     if mode == "float64":
-        return compare_exact(ReferenceRunner(config, weights, torch.float64), trace, workload)
-    return compare(
-        lambda dtype: ReferenceRunner(config, weights, dtype), trace, torch.float32, workload, views=("pinpoint",)
-    )
-
-
-def _name(result: ProbeResult | ChoiceResult) -> str:
-    return result.name if isinstance(result, ProbeResult) else result.exchange.name
+        return compare_exact(reference, trace, workload)
+    return compare(reference, trace, torch.float32, workload, views=("pinpoint",))
 
 
 def _error(result: ProbeResult | ChoiceResult) -> float:

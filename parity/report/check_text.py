@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from parity.check import CheckReport, Level, LevelSummary, Run
-from parity.compare import ChoiceResult, ProbeResult
+from parity.findings import ChoiceResult, ProbeResult
 from parity.schema import layer_of
 from reference.config import TextConfig
 
