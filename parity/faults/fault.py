@@ -81,6 +81,19 @@ def applied(faults: Sequence[Fault]) -> Iterator[None]:
             setattr(owner, attribute, original)
 
 
+def after_construction(owner: type, edit: Callable[..., None]) -> Patch:
+    """A patch that calls `edit(instance, *constructor_arguments)` when an `owner` has been built."""
+
+    def make(constructor: Callable[..., None]) -> Callable[..., None]:
+        def construct(instance: Any, *args: Any, **kwargs: Any) -> None:
+            constructor(instance, *args, **kwargs)
+            edit(instance, *args, **kwargs)
+
+        return construct
+
+    return Patch(owner, "__init__", make)
+
+
 def text_edit(**changes: Any) -> Callable[[NoteConfig], NoteConfig]:
     """A config edit that replaces fields of the text config."""
     return lambda config: replace(config, text=replace(config.text, **changes))
