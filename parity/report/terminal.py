@@ -6,7 +6,7 @@ the numbers come ready in a record.
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from parity.inspect_model import CacheKind, Geometry, Inspection, Part
+    from parity.inspect_model import CachePlan, DtypeShare, Geometry, Inspection
     from reference.checkpoint.accounting import LayerClass
 
 WIDTH = 100
@@ -44,28 +44,25 @@ def print_inspection(inspection: "Inspection") -> None:
         f"{inspection.total_bytes:,} bytes in {inspection.total_tensors:,} tensors"
     )
     console.print(
-        f"{inspection.num_hidden_layers} layers, hidden size {inspection.hidden_size:,}, "
-        f"vocabulary {inspection.vocab_size:,}, context up to {inspection.max_context_tokens:,} tokens"
+        f"hidden size {inspection.hidden_size:,}, dense FFN {inspection.dense_intermediate_size:,}, "
+        f"experts {inspection.moe_intermediate_size:,}, vocabulary {inspection.vocab_size:,}, "
+        f"context up to {inspection.max_context_tokens:,} tokens"
     )
     if inspection.folder:
         console.print(
-            f"verified: {inspection.folder.weight_files} weight files hold exactly these tensors (headers read); "
+            f"verified: the headers of its weight files ({inspection.folder.weight_files}) hold exactly these tensors; "
             f"indexer RoPE layout: {inspection.folder.indexer_rope_layout}"
         )
-    for title, table in (
-        ("Layers", _layers(inspection)),
-        ("Latent attention (sizes in values)", _geometries(inspection.geometries)),
-        (
-            "Parameters (active: read for one token; embedding tables and unchosen experts are not)",
-            _parameters(inspection),
-        ),
-        ("Tensors in the checkpoint", _tensors(inspection)),
-        (
-            f"Cache of one request ({inspection.cache.dtype}, {inspection.cache.draft_tokens_in_flight} draft tokens in "
-            f"flight; grows by {inspection.cache.growth_bytes_per_token:,} B a token)",
-            _cache(inspection),
-        ),
-    ):
+    cache = inspection.cache
+    sections = {
+        f"Layers ({inspection.num_hidden_layers} in the backbone)": _layers(inspection),
+        "Latent attention (sizes in values)": _geometries(inspection.geometries),
+        "Parameters (active: without embedding tables and experts that are not chosen)": _parameters(inspection),
+        "Tensors in the checkpoint": _tensors(inspection),
+        f"Cache of one request ({cache.dtype}, {cache.draft_tokens_in_flight} draft tokens in flight; "
+        f"beyond the window a token adds {cache.growth_bytes_per_token:,} B)": _cache(cache),
+    }
+    for title, table in sections.items():
         console.print(f"\n{title}", style="bold")
         console.print(table)
 
@@ -105,12 +102,13 @@ def _run(run: tuple[int, int]) -> str:
     return f"{first}" if count == 1 else f"{first}-{first + count - 1}"
 
 
-def _table(text_columns: Sequence[str], number_columns: Sequence[str]) -> Table:
-    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False)
+def _table(text_columns: Sequence[str], number_columns: Sequence[str] = ()) -> Table:
+    """Numbers stand right and are never cut; a column name may have two lines."""
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for name in text_columns:
         table.add_column(name)
     for name in number_columns:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 
@@ -129,27 +127,23 @@ def _size(count: int) -> str:
 
 
 def _layers(inspection: "Inspection") -> Table:
-    table = _table(
-        ("class", "layers", "attention", "feed-forward"), ("layers in all", "tensors a layer", "bytes a layer")
-    )
+    table = _table(("class", "layers", "attention", "feed-forward"), ("number", "tensors\neach", "bytes\neach"))
 
     def attention(layer_class: "LayerClass") -> str:
         if layer_class.kind.endswith("full"):
-            return f"full, top {inspection.index_topk_keys:,} keys"
-        return f"sliding, window {inspection.sliding_window_tokens:,}"
+            return f"full, top {inspection.index_topk_keys:,}"
+        return f"sliding, {inspection.sliding_window_tokens:,}"
 
     def feed_forward(layer_class: "LayerClass") -> str:
-        if not layer_class.kind.startswith("MoE"):
-            return f"dense {inspection.dense_intermediate_size:,}"
-        return (
-            f"{inspection.num_experts_per_tok} of {inspection.n_routed_experts} + {inspection.n_shared_experts} "
-            f"experts of {inspection.moe_intermediate_size:,}"
-        )
+        if layer_class.kind.startswith("MoE"):
+            shared = f" + {inspection.n_shared_experts}" if inspection.n_shared_experts else ""
+            return f"{inspection.num_experts_per_tok} of {inspection.n_routed_experts}{shared} experts"
+        return f"dense{', draft layer' if layer_class.kind == 'draft' else ''}"
 
     for layer_class in inspection.schedule:
         table.add_row(
             layer_class.letter,
-            layer_ranges(layer_class.layers) + (" (draft)" if layer_class.kind == "draft" else ""),
+            layer_ranges(layer_class.layers),
             attention(layer_class),
             feed_forward(layer_class),
             f"{len(layer_class.layers)}",
@@ -160,25 +154,27 @@ def _layers(inspection: "Inspection") -> Table:
 
 
 def _geometries(geometries: Sequence["Geometry"]) -> Table:
-    table = _table(("", *(f"{_KINDS[geometry.layer_kind]} layers" for geometry in geometries)), ())
-    for label, text_of in (
-        ("heads", lambda g: f"{g.num_attention_heads}"),
-        ("query and kv latent", lambda g: f"{g.q_lora_rank:,} and {g.kv_lora_rank:,}"),
-        ("rescaled after the norm by", lambda g: f"{g.q_latent_scale:.6f} and {g.kv_latent_scale:.6f}"),
-        ("query-key head", lambda g: f"{g.qk_head_dim} = {g.qk_nope_head_dim} nope + {g.qk_rope_head_dim} RoPE"),
-        ("value head, all heads", lambda g: f"{g.v_head_dim}, {g.attention_output_values:,}"),
-        ("softmax scale, RoPE theta", lambda g: f"{g.softmax_scale:.8f}, {g.rope_theta:.3g}"),
-        ("output gate", lambda g: f"{g.gate_type}, {g.gate_values:,}"),
-        ("cached row", lambda g: f"{g.latent_row_values:,} = {g.kv_lora_rank:,} latent + {g.qk_rope_head_dim} RoPE"),
-        ("indexer", lambda g: f"{g.index_heads} heads of {g.index_head_dim}" if g.index_heads else "none"),
-        ("keys a query sees", lambda g: f"at most {g.visible_keys_at_most:,}, {_visible(g)}"),
-    ):
+    table = _table(("", *(f"{_KINDS[geometry.layer_kind]} layers" for geometry in geometries)))
+    for label, text_of in _GEOMETRY_ROWS:
         table.add_row(label, *(text_of(geometry) for geometry in geometries))
     return table
 
 
-def _visible(geometry: "Geometry") -> str:
-    return "the best of all" if geometry.index_heads else "itself and the ones before it"
+_GEOMETRY_ROWS: tuple[tuple[str, Callable[["Geometry"], str]], ...] = (
+    ("heads", lambda g: f"{g.num_attention_heads}"),
+    ("query latent, kv latent", lambda g: f"{g.q_lora_rank:,}, {g.kv_lora_rank:,}"),
+    ("their scale after the norm", lambda g: f"{g.q_latent_scale:.6f}, {g.kv_latent_scale:.6f}"),
+    ("query-key head", lambda g: f"{g.qk_head_dim} = {g.qk_nope_head_dim} nope + {g.qk_rope_head_dim} RoPE"),
+    ("softmax scale, RoPE theta", lambda g: f"{g.softmax_scale:.8f}, {g.rope_theta:,.10g}"),
+    ("value head, all heads", lambda g: f"{g.v_head_dim}, {g.attention_output_values:,}"),
+    ("output gate", lambda g: f"{g.gate_type}, {g.gate_values:,}"),
+    ("cached row", lambda g: f"{g.latent_row_values:,} = {g.kv_lora_rank:,} latent + {g.qk_rope_head_dim} RoPE"),
+    ("indexer", lambda g: f"{g.index_heads} heads of {g.index_head_dim}" if g.index_heads else "none"),
+    (
+        "keys a query sees",
+        lambda g: f"the {'best' if g.index_heads else 'last'} {g.visible_keys_at_most:,} up to itself",
+    ),
+)
 
 
 def _parameters(inspection: "Inspection") -> Table:
@@ -194,42 +190,39 @@ def _parameters(inspection: "Inspection") -> Table:
 
 
 def _tensors(inspection: "Inspection") -> Table:
-    dtypes = sorted({share.dtype for part in inspection.parts for share in part.by_dtype})
+    dtypes = [share.dtype for share in inspection.by_dtype]
     table = _table(
-        ("part",), ("tensors", "bytes", *(f"{dtype} {unit}" for dtype in dtypes for unit in ("tensors", "bytes")))
+        ("part",), ("tensors", "bytes", *(f"{dtype}\n{unit}" for dtype in dtypes for unit in ("tensors", "bytes")))
     )
 
-    def cells(part: "Part") -> list[str]:
-        shares = {share.dtype: share for share in part.by_dtype}
-        return [
-            f"{getattr(shares[dtype], unit):,}" if dtype in shares else "0"
-            for dtype in dtypes
-            for unit in ("tensors", "bytes")
-        ]
+    def cells(by_dtype: Sequence["DtypeShare"]) -> list[str]:
+        held = {share.dtype: (share.tensors, share.bytes) for share in by_dtype}
+        return [f"{count:,}" for dtype in dtypes for count in held.get(dtype, (0, 0))]
 
     for part in inspection.parts:
-        table.add_row(part.name, f"{part.tensors:,}", f"{part.bytes:,}", *cells(part))
-    table.add_row("total", f"{inspection.total_tensors:,}", f"{inspection.total_bytes:,}")
+        table.add_row(part.name, f"{part.tensors:,}", f"{part.bytes:,}", *cells(part.by_dtype))
+    table.add_row("total", f"{inspection.total_tensors:,}", f"{inspection.total_bytes:,}", *cells(inspection.by_dtype))
     return table
 
 
-def _cache(inspection: "Inspection") -> Table:
-    plan = inspection.cache
+def _cache(plan: "CachePlan") -> Table:
     table = _table(
-        ("rows",),
-        ("layers", "B a row, all layers", "rows kept", *(f"{t.context_tokens:,} tokens" for t in plan.totals)),
+        ("cached rows", "rows kept"),
+        (
+            "layers",
+            "values\na row",
+            "B a row,\nall layers",
+            *(f"{total.context_tokens:,}\ntokens" for total in plan.totals),
+        ),
     )
-
-    def kept(kind: "CacheKind") -> str:
-        return "every" if kind.rows_at_most is None else f"at most {kind.rows_at_most:,}"
-
     for kind in plan.kinds:
         table.add_row(
-            f"{kind.name}, {kind.row_values:,} values",
+            kind.name,
+            "every" if kind.rows_at_most is None else f"at most {kind.rows_at_most:,}",
             f"{kind.layers}",
+            f"{kind.row_values:,}",
             f"{kind.row_bytes_all_layers:,}",
-            kept(kind),
             *(_size(use.bytes) for use in kind.uses),
         )
-    table.add_row("total", "", "", "", *(_size(total.bytes) for total in plan.totals))
+    table.add_row("total", "", "", "", "", *(_size(total.bytes) for total in plan.totals))
     return table
