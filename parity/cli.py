@@ -1,0 +1,115 @@
+"""The `note-parity` command: one function a subcommand, which parses, calls and reports.
+
+Exit codes, the same for every subcommand:
+
+    0  agrees
+    1  disagrees
+    2  wrong use, unreadable input, nothing compared, or a bug (then with a traceback)
+    3  could not run here
+
+A subcommand is a function below with `@app.command()`. It imports what it needs inside, so that `--help` is fast, and
+raises the named errors of whatever it calls: the group turns them into one message on stderr and an exit code. One that
+compares ends with `raise typer.Exit(EXIT_AGREES)` or `typer.Exit(EXIT_DISAGREES)`.
+"""
+
+import sys
+import traceback
+from importlib.metadata import version
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from parity import DISTRIBUTION
+from reference.errors import NoteError
+
+EXIT_AGREES = 0
+EXIT_DISAGREES = 1
+EXIT_UNUSABLE = 2
+EXIT_COULD_NOT_RUN = 3
+
+
+class _Commands(TyperGroup):
+    """Reports every refusal in the same way, without a traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except NoteError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(_exit_code(error)) from error
+
+
+def _exit_code(error: NoteError) -> int:
+    from parity.runners import NotSupportedHere, RunnerUnavailable
+
+    return EXIT_COULD_NOT_RUN if isinstance(error, NotSupportedHere | RunnerUnavailable) else EXIT_UNUSABLE
+
+
+app = typer.Typer(
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    epilog="Exit codes: 0 agrees, 1 disagrees, 2 wrong use or unreadable input or nothing compared, 3 cannot run here.",
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"{DISTRIBUTION} {version(DISTRIBUTION)}")
+        raise typer.Exit
+
+
+@app.callback()
+def note_parity(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """The oracle for Dots3 NOTE: does an implementation agree, and if not, where and why."""
+
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object in place of tables.")]
+
+
+@app.command()
+def inspect(
+    target: Annotated[
+        str,
+        typer.Argument(metavar="released|tiny|CONFIG.json|CHECKPOINT", help="What to look at."),
+    ],
+    context: Annotated[
+        list[int] | None,
+        typer.Option(min=1, metavar="TOKENS", help="Length to plan the cache for; may be repeated. [4k 32k 128k 512k]"),
+    ] = None,
+    drafts: Annotated[int, typer.Option(min=0, metavar="TOKENS", help="Draft tokens that may be in flight.")] = 4,
+    json: JsonOption = False,
+) -> None:
+    """Sizes of a model: layers, parameters, tensors, cache.
+
+    A checkpoint folder is verified from its configuration, its index and the headers of its files; every problem is
+    listed. A folder that is called `released` or `tiny` is written `./released`.
+    """
+    from parity.inspect_model import inspect_model
+    from parity.report.terminal import print_inspection, print_json
+
+    inspection = inspect_model(target, context, drafts)
+    if json:
+        print_json(inspection)
+    else:
+        print_inspection(inspection)
+
+
+def main() -> None:
+    """Entry point. A bug must not look like a disagreement, so it exits with 2 as well."""
+    try:
+        app(prog_name=DISTRIBUTION)
+    except Exception:
+        traceback.print_exc()
+        sys.exit(EXIT_UNUSABLE)
+
+
+if __name__ == "__main__":
+    main()
