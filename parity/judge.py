@@ -132,10 +132,12 @@ class Judge:
         return "within noise" if self._draws else "close"
 
     def _part(self, name: str, request: str, truth: Trace) -> _Part:
-        expected = _in_order_of_ids(name, request, truth)
-        if not self.candidate.has(name, request):
+        sides = [trace for trace in (truth, self.candidate) if trace.has(name, request)]
+        if len(sides) < 2:
             empty = torch.zeros(0, dtype=torch.float64)
-            return _Part([], RowErrors(empty, empty, 0), empty, 1.0, False, len(expected.keys))
+            missing = sum(len(trace.table(name, request).keys) for trace in sides)
+            return _Part([], RowErrors(empty, empty, 0), empty, 1.0, False, missing)
+        expected = _in_order_of_ids(name, request, truth)
         actual = _in_order_of_ids(name, request, self.candidate)
         expected_RX, actual_RX, keys, missing = common_rows(expected, actual)
         rows = [Place(request, position, occurrence) for position, occurrence in keys]

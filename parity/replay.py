@@ -47,15 +47,16 @@ class _RowsOf:
         return self._tables[name, request]
 
 
+def _padded(values: Tensor, width: int) -> Tensor:
+    """The last dim filled up to `width`: with -inf for scores, -1 for choices."""
+    fill = float("-inf") if values.is_floating_point() else -1
+    return torch.nn.functional.pad(values, (0, width - values.shape[-1]), value=fill)
+
+
 def _fitted(values: Tensor, like: Tensor) -> Tensor:
     """Crop or pad the last dim (keys) to the width of `like`, and take its dtype."""
     width = like.shape[-1]
-    if values.shape[-1] > width:
-        values = values[..., :width]
-    elif values.shape[-1] < width:
-        fill = float("-inf") if values.is_floating_point() else -1
-        values = torch.nn.functional.pad(values, (0, width - values.shape[-1]), value=fill)
-    return values.to(device=like.device, dtype=like.dtype)
+    return _padded(values[..., :width], width).to(device=like.device, dtype=like.dtype)
 
 
 class Given:
@@ -130,10 +131,20 @@ class ChoiceReplay:
         if found is None:
             return value
         keys, indices, values = found
-        theirs = _fitted(values, value)
+        width = max(value.shape[-1], values.shape[-1])
+        ours, theirs = _padded(value, width), _padded(values, width).to(value.device)
         self.compared_rows[name] = self.compared_rows.get(name, 0) + len(indices)
-        self._judge(name, rows.request, [keys[row] for row in indices.tolist()], value[indices], theirs, indices)
-        return value.index_copy(0, indices.to(value.device), theirs)
+        self._judge(name, rows.request, [keys[row] for row in indices.tolist()], ours[indices], theirs, indices)
+        if not self._is_replayable(name, value, theirs):
+            return value
+        return ours.index_copy(0, indices.to(value.device), theirs)
+
+    def _is_replayable(self, name: str, ours: Tensor, theirs: Tensor) -> bool:
+        """Experts: as many as the model chooses. Keys: any number, -1 for none. Both: none that does not exist."""
+        count = self._scores[str(decided_by(name))].shape[-1]
+        lowest = 0 if name.endswith("expert_ids") else -1
+        has_right_number = lowest == -1 or theirs.shape[-1] == ours.shape[-1]
+        return has_right_number and bool(((theirs >= lowest) & (theirs < count)).all())
 
     def _judge(
         self, name: str, request: str, keys: list[RowKey], ours: Tensor, theirs: Tensor, indices: Tensor

@@ -6,8 +6,8 @@ of its rounding. An error counts as *within noise* while
     error of a row  <=  STRUCTURE · exp(z · spread) · floor of the row
 
 STRUCTURE = 2: another implementation may round twice as much as the eager one does (other places, other orders).
-spread: standard deviation of the logarithm of a row's error between draws. n independent roundings give 1/sqrt(2n); where
-one early rounding moves the whole row, it is measured to be larger.
+spread: standard deviation of the logarithm of a row's error between draws. n independent roundings give 1/sqrt(2n);
+where one early rounding moves the whole row, it is measured to be larger.
 z: quantile of the normal distribution for a false alarm in one of the m rows compared, alpha / m, where alpha is the
 chance that a run without any fault is called different. Nothing here is tuned to an implementation.
 """
@@ -115,4 +115,5 @@ class RoundingDraw:
         drawn = torch.rand(value.shape, generator=self._generator).to(value.device)
         direction = torch.where(drawn < self.PROBABILITY / 2, float("inf"), float("-inf"))
         moved = torch.nextafter(value, direction.to(value.dtype))
-        return torch.where((drawn < self.PROBABILITY) & value.isfinite(), moved, value)
+        # An exact zero has no rounding.
+        return torch.where((drawn < self.PROBABILITY) & value.isfinite() & (value != 0), moved, value)

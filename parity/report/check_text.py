@@ -57,7 +57,8 @@ def _summary(run: Run) -> str:
         exchange = first.exchange
         return (
             f"{exchange.name} chooses {list(exchange.only_actual)} in place of {list(exchange.only_expected)} at "
-            f"request {exchange.request} position {exchange.position}: score gap {exchange.gap:.2e}, noise {first.noise:.2e}"
+            f"request {exchange.request} position {exchange.position}: score gap {exchange.gap:.2e}, "
+            f"noise {first.noise:.2e}"
         )
     assert first is not None
     return f"{first.name} {first.view} error {amount(first)}"

@@ -1,0 +1,192 @@
+"""Which known mistake explains a difference: an experiment, not a guess.
+
+The candidate is localised first, each operation computed from the candidate's own recorded values (pinpoint). Then
+every fault of the catalogue that can first show at a blamed place is applied to the reference, and the candidate is
+compared with that. A fault explains the difference if nothing is left outside the noise. If no single fault does, pairs
+of those that help are tried. "unknown" is an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from math import inf, log
+from typing import Literal
+
+import torch
+
+from parity.faults.fault import Fault
+from parity.findings import ChoiceResult, Comparison, ProbeResult
+from parity.judge import Judge
+from parity.runners.reference import ReferenceRunner
+from parity.schema import dataflow_key, pattern_of
+from parity.tolerance import DRAWS, EXACT_LIMIT, FALSE_ALARM_RATE, row_errors
+from parity.trace import Trace, common_rows
+from parity.workload import Workload
+
+Coverage = Literal["all probes", "layer outputs", "logits only"]
+# Builds the reference in a dtype with some faults.
+FaultyReference = Callable[[torch.dtype, Sequence[Fault]], ReferenceRunner]
+# Faults that help, of which pairs are tried when no single one explains everything.
+PAIR_CANDIDATES = 12
+MAX_EQUIVALENTS = 3
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """Some faults applied to the reference, and what is left of the difference then.
+
+    `residual` is the worst error in units of its limit: at most 1 if nothing is left. `blamed` counts the tensors and
+    choices outside the noise.
+    """
+
+    faults: tuple[str, ...]
+    residual: float
+    blamed: int
+    weight: float
+
+    @property
+    def explains(self) -> bool:
+        return self.blamed == 0
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """`explanations` are the faults (or pairs) that leave nothing, best first; none of them: unknown.
+
+    `equivalents`: explanations that give the same float64 values as the best on this workload, so that no dump of it
+    can tell them apart. `tried` counts the hypotheses that were run.
+    """
+
+    coverage: Coverage
+    before: Comparison
+    residual_before: float
+    explanations: tuple[Hypothesis, ...]
+    equivalents: tuple[tuple[str, ...], ...]
+    tried: int
+    helped: tuple[Hypothesis, ...]
+
+    @property
+    def verdict(self) -> Literal["agrees", "explained", "unknown"]:
+        if not self.before.is_different:
+            return "agrees"
+        return "explained" if self.explanations else "unknown"
+
+
+def diagnose(
+    reference: FaultyReference,
+    candidate: Trace,
+    dtype: torch.dtype,
+    workload: Workload,
+    catalogue: Iterable[Fault],
+    draws: int = DRAWS,
+    false_alarm_rate: float = FALSE_ALARM_RATE,
+    progress: Callable[[str], None] = lambda line: None,
+) -> Diagnosis:
+    """Localise the candidate's first difference from the reference and find the faults that explain it."""
+    judge = Judge(lambda dt: reference(dt, ()), candidate, dtype, workload, "pinpoint", draws, false_alarm_rate)
+    coverage = coverage_of(candidate)
+    before = Comparison(tuple(judge.probes()), tuple(judge.choices()), judge.choice_rows, false_alarm_rate)
+    residual_before = _worst([*before.probes, *before.choices])
+    if not before.is_different:
+        return Diagnosis(coverage, before, residual_before, (), (), 0, ())
+    experiment = _Experiment(judge, reference)
+    for fault in _candidates(catalogue, before, coverage):
+        progress(fault.id)
+        experiment.run((fault,))
+    if not experiment.explanations():
+        helpful = experiment.helpful(_weight(before.probes, before.choices))
+        for pair in combinations(helpful[:PAIR_CANDIDATES], 2):
+            progress(" + ".join(fault.id for fault in pair))
+            experiment.run(pair)
+    explanations = experiment.explanations()
+    equivalents = experiment.equivalent_to(explanations[0]) if explanations else ()
+    helped = tuple(h for h in experiment.sorted() if not h.explains)[:5]
+    return Diagnosis(coverage, before, residual_before, explanations, equivalents, len(experiment.tried), helped)
+
+
+def coverage_of(candidate: Trace) -> Coverage:
+    """How much a trace shows."""
+    patterns = {pattern_of(name) for name in candidate.names()}
+    if "layers.{i}.attn.core" in patterns or "layers.{i}.attn.q_latent" in patterns:
+        return "all probes"
+    return "layer outputs" if "layers.{i}.output" in patterns else "logits only"
+
+
+def _candidates(catalogue: Iterable[Fault], before: Comparison, coverage: Coverage) -> list[Fault]:
+    """Faults that can first show where the difference is; without inner probes, all that can show at all."""
+    possible = [fault for fault in catalogue if fault.visibility not in ("I", "R")]
+    if coverage != "all probes":
+        return possible
+    blamed = {pattern_of(result.name) for result in before.blamed}
+    return [fault for fault in possible if blamed & set(fault.first)]
+
+
+class _Experiment:
+    """Runs hypotheses against one judge and remembers what each leaves."""
+
+    def __init__(self, judge: Judge, reference: FaultyReference):
+        self._judge, self._reference = judge, reference
+        self.tried: dict[tuple[str, ...], Hypothesis] = {}
+        self._faults: dict[tuple[str, ...], tuple[Fault, ...]] = {}
+        self._truths: dict[tuple[str, ...], Trace] = {}
+
+    def run(self, faults: tuple[Fault, ...]) -> None:
+        key = tuple(fault.id for fault in faults)
+        try:
+            probes, choices, truth = self._judge.against(self._reference(torch.float64, faults))
+        except (RuntimeError, IndexError, ValueError):
+            # The fault's shapes do not fit this configuration or these recorded values: it is not what happened.
+            self.tried[key] = Hypothesis(key, inf, len(self._judge.names), inf)
+            return
+        # A tensor that the hypothesis does not compute at all, and the candidate has, is not explained.
+        blamed = sum(p.verdict in ("different", "missing") for p in probes) + sum(c.verdict == "flip" for c in choices)
+        self.tried[key] = Hypothesis(key, _worst([*probes, *choices]), blamed, _weight(probes, choices))
+        self._faults[key] = faults
+        if blamed == 0:
+            self._truths[key] = truth
+
+    def sorted(self) -> list[Hypothesis]:
+        return sorted(self.tried.values(), key=lambda h: (h.blamed > 0, h.weight, len(h.faults), h.residual))
+
+    def explanations(self) -> tuple[Hypothesis, ...]:
+        return tuple(hypothesis for hypothesis in self.sorted() if hypothesis.explains)
+
+    def helpful(self, weight_before: float) -> list[Fault]:
+        """Single faults that leave less than there was, the most helpful first."""
+        return [
+            self._faults[hypothesis.faults][0]
+            for hypothesis in self.sorted()
+            if len(hypothesis.faults) == 1 and hypothesis.weight < weight_before and hypothesis.faults in self._faults
+        ]
+
+    def equivalent_to(self, best: Hypothesis) -> tuple[tuple[str, ...], ...]:
+        """Other explanations whose float64 values are the same, at every tensor that the candidate shows."""
+        return tuple(
+            key
+            for key, truth in self._truths.items()
+            if key != best.faults and _same_values(truth, self._truths[best.faults], self._judge.names)
+        )[: MAX_EQUIVALENTS - 1]
+
+
+def _same_values(one: Trace, other: Trace, names: Sequence[str]) -> bool:
+    for name in sorted(names, key=dataflow_key):
+        for request in one.requests(name):
+            if not other.has(name, request):
+                return False
+            left, right, _, missing = common_rows(one.table(name, request), other.table(name, request))
+            if missing or float(row_errors(left, right).relative.max()) > EXACT_LIMIT:
+                return False
+    return True
+
+
+def _worst(results: Iterable[ProbeResult | ChoiceResult]) -> float:
+    return max((result.excess for result in results), default=0.0)
+
+
+def _weight(probes: Iterable[ProbeResult], choices: Iterable[ChoiceResult]) -> float:
+    """How much is outside the noise, over all tensors and choices: the sum of the logarithms of the excesses."""
+    results: list[ProbeResult | ChoiceResult] = [*probes, *choices]
+    excesses = [min(result.excess, 1e12) for result in results]
+    return sum(log(excess) for excess in excesses if excess > 1.0)
