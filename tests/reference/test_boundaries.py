@@ -10,8 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from strategies import text_configs
 from torch import Tensor
 from weights import (
     FLOAT64_BOUND,
@@ -23,14 +24,12 @@ from weights import (
     probes,
     random_model,
     small,
-    small_configs,
 )
 
 from reference.config import MlaGeometry, TextConfig
 from reference.session import Session, StepItem
 from reference.text import TextModel
 
-few = settings(max_examples=15, deadline=None)
 WINDOW = 7
 TOPK = 5
 # Released window and top-k, on the smallest layer that has them.
@@ -98,9 +97,8 @@ def test_decode_after_the_ring_has_wrapped(start):
     assert error(in_chunks(model, ids, [start, *[1] * (len(ids) - start)]), one_shot(model, ids)) <= FLOAT64_BOUND
 
 
-@few
 @given(
-    config=small_configs(),
+    config=text_configs(),
     length=st.integers(1, 26),
     taken_back=st.integers(0, 4),
     other_length=st.integers(1, 6),
@@ -141,8 +139,7 @@ def test_every_chunk_split_of_a_short_sequence_gives_the_same_rows():
     assert max(errors) <= FLOAT64_BOUND
 
 
-@few
-@given(config=small_configs(), split=st.lists(st.integers(1, 9), min_size=1, max_size=6), seed=st.integers(0, 99))
+@given(config=text_configs(), split=st.lists(st.integers(1, 9), min_size=1, max_size=6), seed=st.integers(0, 99))
 def test_drawn_chunk_splits_give_the_same_rows(config, split, seed):
     """Owes a bound."""
     model, ids = random_model(config, seed), drawn_ids(config, sum(split), seed)

@@ -8,8 +8,9 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import event, example, given, settings
+from hypothesis import event, example, given
 from hypothesis import strategies as st
+from strategies import text_configs
 from torch import Tensor, nn
 from weights import (
     FLOAT64_BOUND,
@@ -21,7 +22,6 @@ from weights import (
     probes,
     random_model,
     small,
-    small_configs,
 )
 
 from reference.cache import FullCache, LatentRows
@@ -34,7 +34,6 @@ NEGLIGIBLE_EPS = 1e-30
 # What a change that matters moves at least: twelve orders above the bound of one that does not.
 VISIBLE = 1e-2
 
-few = settings(max_examples=12, deadline=None)
 factors = st.floats(0.03, 30.0)
 lengths = st.integers(1, 24)
 seeds = st.integers(0, 2**16)
@@ -68,8 +67,7 @@ def causal(length: int) -> Tensor:
     return torch.ones(length, length, dtype=torch.bool).tril()
 
 
-@few
-@given(config=small_configs(), length=lengths, seed=seeds, factor=factors)
+@given(config=text_configs(), length=lengths, seed=seeds, factor=factors)
 def test_01_scaling_the_rope_key_rows_changes_nothing(config, length, seed, factor):
     """Owes a bound: the rope-key norm forgets scale."""
     config = dataclasses.replace(config, rms_norm_eps=NEGLIGIBLE_EPS)
@@ -95,8 +93,7 @@ def test_01_a_model_without_the_rope_key_norm_moves(kind):
     assert error(*outputs) > VISIBLE
 
 
-@few
-@given(config=small_configs(), length=lengths, seed=seeds, q_factor=factors, kv_factor=factors)
+@given(config=text_configs(), length=lengths, seed=seeds, q_factor=factors, kv_factor=factors)
 def test_02_scaling_the_latent_projections_changes_nothing(config, length, seed, q_factor, kv_factor):
     """Owes a bound: the norms of both latents forget scale. This is also why a rescale before them is none."""
     config = dataclasses.replace(config, rms_norm_eps=NEGLIGIBLE_EPS)
@@ -110,7 +107,6 @@ def test_02_scaling_the_latent_projections_changes_nothing(config, length, seed,
     assert error(one_shot(model, ids), expected) <= FLOAT64_BOUND
 
 
-@few
 @given(length=st.integers(1, 24), seed=seeds, exponent=st.integers(-20, 20), topk=st.integers(1, 11))
 def test_03_scaling_index_queries_by_a_power_of_two_scales_scores_and_selects_the_same(length, seed, exponent, topk):
     """Owes bytes."""
@@ -145,7 +141,6 @@ def test_04_gated_over_ungated_is_the_gate(kind, gate_type):
     assert error(values["layers.0.attn.gate"].reshape_as(gate), gate) <= FLOAT64_BOUND
 
 
-@few
 @given(length=st.integers(2, 20), spare=st.integers(0, 3), seed=seeds)
 def test_05_a_window_as_long_as_the_sequence_is_causal_and_one_less_drops_one_pair(length, spare, seed):
     """Owes a bound against the dense formula; the number of pairs is exact."""
@@ -162,7 +157,6 @@ def test_05_a_window_as_long_as_the_sequence_is_causal_and_one_less_drops_one_pa
     assert torch.equal(in_window(positions, positions, length - 1), visible_TS)
 
 
-@few
 @given(length=st.integers(1, 20), spare=st.integers(0, 3), seed=seeds)
 def test_06_a_top_k_as_long_as_the_sequence_is_causal_for_any_indexer(length, spare, seed):
     """Owes a bound against the dense formula, and bytes between two indexers."""
@@ -190,7 +184,6 @@ def exchange(model: TextModel, first: int, second: int, with_router: bool) -> No
             layer.mlp.gate.e_score_correction_bias.data = layer.mlp.gate.e_score_correction_bias.data[order]
 
 
-@few
 @given(length=lengths, seed=seeds, pair=st.lists(st.integers(0, 13), min_size=2, max_size=2, unique=True))
 def test_07_exchanging_two_experts_with_their_router_rows_changes_nothing(length, seed, pair):
     """Owes a bound: the sum over experts runs in the order of their ids."""
@@ -220,7 +213,6 @@ def with_twin_experts(seed: int, bias: float) -> TextModel:
     return model
 
 
-@few
 @given(length=lengths, seed=seeds)
 def test_08_twin_experts_tie_exactly_and_inside_the_top_k_nothing_changes(length, seed):
     """The tie owes bytes; exchanging the twins' weights owes a bound, since they run in the order of their ids."""
@@ -244,16 +236,14 @@ def test_08_a_tie_at_the_cut_goes_to_the_lower_id():
         assert values[f"layers.{layer}.ffn.router.expert_ids"].sort(-1).values.tolist() == [[0, 4, 13]] * 12
 
 
-@few
-@given(config=small_configs(), length=st.integers(2, 24), seed=seeds)
+@given(config=text_configs(), length=st.integers(2, 24), seed=seeds)
 def test_09_a_prefill_equals_a_shorter_prefill_and_one_decode(config, length, seed):
     """Owes a bound."""
     model, ids = random_model(config, seed), drawn_ids(config, length, seed)
     assert error(in_chunks(model, ids, [length - 1, 1])[-1], one_shot(model, ids)[-1]) <= FLOAT64_BOUND
 
 
-@few
-@given(config=small_configs(), length=st.integers(1, 24), chunk=st.integers(1, 24), seed=seeds)
+@given(config=text_configs(), length=st.integers(1, 24), chunk=st.integers(1, 24), seed=seeds)
 @example(config=small(), length=24, chunk=1, seed=0)
 def test_10_any_chunk_size_gives_the_rows_of_one_prefill(config, length, chunk, seed):
     """Owes a bound."""
@@ -262,8 +252,7 @@ def test_10_any_chunk_size_gives_the_rows_of_one_prefill(config, length, chunk, 
     assert error(in_chunks(model, ids, sizes), one_shot(model, ids)) <= FLOAT64_BOUND
 
 
-@few
-@given(config=small_configs(), length=lengths, seed=seeds)
+@given(config=text_configs(), length=lengths, seed=seeds)
 def test_11_absorbed_equals_expanded_attention(config, length, seed):
     """Owes a bound: the same sums in another order."""
     ids = drawn_ids(config, length, seed)
@@ -289,7 +278,6 @@ class PaddedCache(FullCache):
         return LatentRows(latent_SC, rope_SR, torch.arange(self.length)), index_key_SJ
 
 
-@few
 @given(chunks=st.lists(st.integers(1, 7), min_size=1, max_size=5), seed=seeds)
 def test_12_a_padded_physical_row_gives_the_same_and_its_padding_stays(chunks, seed):
     """Owes a bound, since the rows' stride may change the order of a sum; the padding owes bytes."""
@@ -305,8 +293,7 @@ def test_12_a_padded_physical_row_gives_the_same_and_its_padding_stays(chunks, s
         assert not padded.pool_PX[: sum(chunks), : -PaddedCache.PADDING].isnan().any()
 
 
-@few
-@given(config=small_configs(), prefix=st.integers(1, 12), suffix=st.integers(1, 12), seed=seeds)
+@given(config=text_configs(), prefix=st.integers(1, 12), suffix=st.integers(1, 12), seed=seeds)
 def test_13_appending_tokens_never_changes_earlier_rows(config, prefix, suffix, seed):
     """Selections owe bytes, values a bound (matrix products of another height may add in another order)."""
     model, ids = random_model(config, seed), drawn_ids(config, prefix + suffix, seed)

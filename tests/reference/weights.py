@@ -1,25 +1,20 @@
-"""A text model with every mechanism alive, and the two ways in which the tests run one.
+"""A text model with the formula's random weights, the ways in which the tests run one, and how they compare rows.
 
-Weights are drawn in float32 and then converted, so the same seed gives the same model at every dtype that holds
-float32. Norm weights lie between 0.3 and 2 and are all different: a norm that is left out, or a RoPE pair that is
-swapped before it, shows. The router's correction bias is large enough to change which experts are chosen.
+The weights are float32 numbers, so the same seed gives the same model at every dtype that holds float32.
 """
 
 import dataclasses
 from collections.abc import Sequence
 
 import torch
-from hypothesis import strategies as st
-from torch import Tensor, nn
+from formula import random_weights
+from torch import Tensor
 
-from reference.config import MlaGeometry, TextConfig, tiny
+from reference.config import TextConfig, tiny
 from reference.numerics import Numerics
 from reference.probe import Recorder, listening
 from reference.session import Session, StepItem
 from reference.text import TextModel
-
-# A second thread costs far more than it saves on products this small (measured: 75 s against 7 s for one test file).
-torch.set_num_threads(1)
 
 # The float64 runs of these tests add up to a few thousand terms: 1e-12 is far above their rounding, and far below
 # what any other choice of key, expert or angle would change.
@@ -29,21 +24,10 @@ FLOAT64_BOUND = 1e-12
 def random_model(
     config: TextConfig, seed: int = 0, dtype: torch.dtype = torch.float64, numerics: Numerics | None = None, **kwargs
 ) -> TextModel:
-    """A TextModel of `config` in `dtype`; `kwargs` go to its constructor."""
+    """A TextModel of `config` in `dtype` with the weights of that seed; `kwargs` go to its constructor."""
     model = TextModel(config, numerics, **kwargs)
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        parameter.data = _random_weight(name, parameter, generator)
+    model.load_state_dict({name: torch.from_numpy(weight) for name, weight in random_weights(config, seed).items()})
     return model.to(dtype)
-
-
-def _random_weight(name: str, parameter: nn.Parameter, generator: torch.Generator) -> Tensor:
-    if name.endswith("norm.weight"):
-        return torch.rand(parameter.shape, generator=generator) * 1.7 + 0.3
-    normal = torch.randn(parameter.shape, generator=generator)
-    if name.endswith("bias"):
-        return normal * 0.3
-    return normal if "embed_tokens" in name else normal * parameter.shape[1] ** -0.5
 
 
 def one_layer(kind: str, **changes) -> TextConfig:
@@ -57,25 +41,6 @@ def small(**changes) -> TextConfig:
     kinds = ("full_attention", "sliding_attention", "full_attention")
     fields = {"num_hidden_layers": len(kinds), "layer_types": kinds, **changes}
     return dataclasses.replace(tiny().text, **fields)
-
-
-@st.composite
-def small_configs(draw: st.DrawFn, min_layers: int = 1) -> TextConfig:
-    """Configs whose window and top-k are crossed by some twenty tokens; simpler ones first."""
-    kinds = draw(st.lists(st.sampled_from(["full_attention", "sliding_attention"]), min_size=min_layers, max_size=3))
-    gate = draw(st.sampled_from(["headwise", "elementwise"]))
-    heads = draw(st.integers(1, 5))
-    return small(
-        num_hidden_layers=len(kinds),
-        layer_types=tuple(kinds),
-        first_k_dense_replace=draw(st.integers(0, len(kinds))),
-        sliding_window_size=draw(st.integers(1, 9)),
-        index_topk=draw(st.integers(1, 11)),
-        index_n_heads=draw(st.sampled_from([8, 11])),
-        num_experts_per_tok=draw(st.integers(1, 4)),
-        full=MlaGeometry(heads + 1, 32, 16, 12, 8, 10, 2.0e4, gate),
-        sliding=MlaGeometry(heads, 24, 48, 15, 6, 11, 2.0e2, gate),
-    )
 
 
 def drawn_ids(config: TextConfig, count: int, seed: int = 0) -> tuple[int, ...]:
