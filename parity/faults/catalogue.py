@@ -1,10 +1,24 @@
 """All faults, by section of the fault specification."""
 
+from parity.faults.configuration import CONFIGURATION_FAULTS
 from parity.faults.fault import Fault
+from parity.faults.indexer import INDEXER_FAULTS
+from parity.faults.low_rank import LOW_RANK_FAULTS
+from parity.faults.norms import NORM_FAULTS
+from parity.faults.rope import ROPE_FAULTS
+from parity.faults.selection import SELECTION_FAULTS
 from parity.faults.window import WINDOW_FAULTS
 from reference.errors import NoteError
 
-CATALOGUE: dict[str, Fault] = {fault.id: fault for fault in WINDOW_FAULTS}
+SECTIONS: dict[str, tuple[Fault, ...]] = {
+    "A": CONFIGURATION_FAULTS,
+    "B": NORM_FAULTS,
+    "C": LOW_RANK_FAULTS,
+    "D": ROPE_FAULTS,
+    "E": INDEXER_FAULTS + SELECTION_FAULTS,
+    "F": WINDOW_FAULTS,
+}
+CATALOGUE: dict[str, Fault] = {fault.id: fault for faults in SECTIONS.values() for fault in faults}
 
 
 class UnknownFaultError(NoteError):
