@@ -14,7 +14,9 @@ compares ends with `raise typer.Exit(EXIT_AGREES)` or `typer.Exit(EXIT_DISAGREES
 
 import sys
 import traceback
+from contextlib import nullcontext
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -100,6 +102,45 @@ def inspect(
         print_json(inspection)
     else:
         print_inspection(inspection)
+
+
+@app.command()
+def check(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(metavar="[CHECKPOINT]", help="A checkpoint folder; without one, a tiny synthetic one."),
+    ] = None,
+    level: Annotated[
+        list[str] | None, typer.Option(help="exact, float32 or bfloat16; may be repeated. [all three]")
+    ] = None,
+    workload: Annotated[
+        str | None, typer.Option(metavar="LINE", help="Run only this workload, as reports print it.")
+    ] = None,
+    drawn: Annotated[int, typer.Option(min=0, help="Random workloads beside the boundary ones.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights, tokens and random workloads.")] = 0,
+    verbose: Annotated[bool, typer.Option(help="Every tensor, not only the worst of each layer.")] = False,
+) -> None:
+    """Does the reference agree with transformers on the same checkpoint?
+
+    Runs prefill, chunks, decode, drafts and their rollback at three levels: exact (all rounding promoted to float64),
+    float32 and bfloat16, the latter two within a noise floor measured for the same inputs.
+    """
+    from parity.check import LEVELS
+    from parity.oracle_check import check_against_transformers, synthetic_checkpoint
+    from parity.report.check_text import print_check
+    from parity.report.terminal import progress_lines, terminal
+    from parity.workload import Workload, WorkloadError
+
+    levels = [known for known in LEVELS if known in (level or LEVELS)]
+    if len(levels) != len(level or LEVELS):
+        raise WorkloadError(f"--level must be one of {', '.join(LEVELS)}, found {', '.join(level or [])}")
+    workloads = [Workload.parse(workload, seed)] if workload else None
+    with synthetic_checkpoint(seed) if folder is None else nullcontext(folder) as where, progress_lines() as progress:
+        report, config = check_against_transformers(where, workloads, levels, drawn, seed, progress)
+    print_check(report, config.text, terminal(), verbose)
+    if not report.compared:
+        raise typer.Exit(EXIT_UNUSABLE)
+    raise typer.Exit(EXIT_DISAGREES if report.first_different else EXIT_AGREES)
 
 
 def main() -> None:

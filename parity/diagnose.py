@@ -92,10 +92,13 @@ def diagnose(
     if not before.is_different:
         return Diagnosis(coverage, before, residual_before, (), (), 0, ())
     experiment = _Experiment(judge, reference)
-    for fault in _candidates(catalogue, before, coverage):
-        progress(fault.id)
-        experiment.run((fault,))
-    if not experiment.explanations():
+    for faults in _rounds(catalogue, before):
+        for fault in faults:
+            progress(fault.id)
+            experiment.run((fault,))
+        if experiment.explanations():
+            break
+    else:
         helpful = experiment.helpful(_weight(before.probes, before.choices))
         for pair in combinations(helpful[:PAIR_CANDIDATES], 2):
             progress(" + ".join(fault.id for fault in pair))
@@ -114,13 +117,12 @@ def coverage_of(candidate: Trace) -> Coverage:
     return "layer outputs" if "layers.{i}.output" in patterns else "logits only"
 
 
-def _candidates(catalogue: Iterable[Fault], before: Comparison, coverage: Coverage) -> list[Fault]:
-    """Faults that can first show where the difference is; without inner probes, all that can show at all."""
+def _rounds(catalogue: Iterable[Fault], before: Comparison) -> Iterable[list[Fault]]:
+    """Faults that can first show where the difference is; then those that show earlier, below the noise, or later."""
     possible = [fault for fault in catalogue if fault.visibility not in ("I", "R")]
-    if coverage != "all probes":
-        return possible
     blamed = {pattern_of(result.name) for result in before.blamed}
-    return [fault for fault in possible if blamed & set(fault.first)]
+    likely = [fault for fault in possible if blamed & set(fault.first)]
+    return likely, [fault for fault in possible if fault not in likely]
 
 
 class _Experiment:

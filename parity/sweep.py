@@ -1,5 +1,8 @@
-"""The workloads that a check always runs: the boundaries at which ports have been seen to break."""
+"""The workloads of a check: the boundaries at which ports have been seen to break, and random ones."""
 
+import hypothesis
+
+from parity.strategies import workloads
 from parity.workload import Workload
 from reference.config import TextConfig
 
@@ -26,3 +29,20 @@ def boundary_workloads(config: TextConfig) -> tuple[Workload, ...]:
         "p:a1 m:a1 d:a d:a+b p:b2+d:a",
     )
     return tuple(Workload.parse(line, seed) for seed, line in enumerate(lines))
+
+
+def drawn_workloads(config: TextConfig, count: int, seed: int = 0) -> tuple[Workload, ...]:
+    """`count` random workloads, the same for the same seed."""
+    drawn: list[Workload] = []
+    if count:
+
+        @hypothesis.seed(seed)
+        @hypothesis.settings(
+            max_examples=count, database=None, deadline=None, phases=[hypothesis.Phase.generate], derandomize=False
+        )
+        @hypothesis.given(workloads(config))
+        def keep(workload: Workload) -> None:
+            drawn.append(workload)
+
+        keep()
+    return tuple(drawn)

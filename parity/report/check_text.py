@@ -9,12 +9,12 @@ from rich.table import Table
 
 from parity.check import CheckReport, Level, LevelSummary, Run
 from parity.findings import ChoiceResult, ProbeResult
-from parity.schema import layer_of
+from parity.schema import dataflow_key, layer_of
 from reference.config import TextConfig
 
 
-def print_check(report: CheckReport, config: TextConfig, console: Console) -> None:
-    """`config` names the layers' kinds."""
+def print_check(report: CheckReport, config: TextConfig, console: Console, verbose: bool = False) -> None:
+    """`config` names the layers' kinds; `verbose` lists every tensor."""
     console.print(verdict_line(report), highlight=False, soft_wrap=True)
     run = report.first_different
     if run is not None:
@@ -23,6 +23,8 @@ def print_check(report: CheckReport, config: TextConfig, console: Console) -> No
     if report.compared:
         console.print(_level_table(report))
         console.print(_layer_table(report, config))
+        if verbose:
+            console.print(_tensor_table(report))
     for line in report.skipped:
         console.print(f"skipped: {line}", highlight=False, soft_wrap=True)
 
@@ -103,6 +105,18 @@ def _layer_table(report: CheckReport, config: TextConfig) -> Table:
     for layer in dict.fromkeys(key for level in levels for key in worst[level]):
         cells = [_cell(worst[level].get(layer)) for level in levels]
         table.add_row(_layer_title(layer, config), *cells)
+    return table
+
+
+def _tensor_table(report: CheckReport) -> Table:
+    """Every tensor at every level."""
+    table = Table(title="worst row of each tensor", title_justify="left", box=None, pad_edge=False)
+    table.add_column("tensor")
+    worst = {level.level: report.worst_by_name(level.level) for level in report.levels}
+    for level in worst:
+        table.add_column(f"{level} error", justify="right")
+    for name in sorted({name for results in worst.values() for name in results}, key=dataflow_key):
+        table.add_row(name, *(amount(results[name]) if name in results else "-" for results in worst.values()))
     return table
 
 

@@ -6,7 +6,8 @@ the numbers come ready in a record.
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
@@ -28,6 +29,17 @@ def terminal() -> Console:
     console = Console(highlight=False, markup=False, emoji=False)
     console.width = min(WIDTH, console.width) if console.is_terminal else WIDTH
     return console
+
+
+@contextmanager
+def progress_lines() -> Iterator[Callable[[str], None]]:
+    """A line on stderr that says what is running now; nothing where stderr is not a terminal."""
+    console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        yield lambda line: None
+        return
+    with console.status("") as status:
+        yield lambda line: status.update(line[: console.width - 4])
 
 
 def print_json(record: Any) -> None:
