@@ -5,11 +5,16 @@ keeps its failures, `debug` prints what it does. Tests marked `slow` run with `-
 under `tests/gpu` run where CUDA is available. What was skipped for either reason is counted in the summary.
 """
 
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Verbosity, settings
+
+# `tests/` is on the path, for `strategies`, and its folders `reference/` and `parity/` would be taken for ours: an
+# editable install is looked up after every folder of the path. A package on the path goes before a mere folder.
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 # Small products: more threads per worker cost more than they save, and xdist already runs one worker a core.
 torch.set_num_threads(1)
