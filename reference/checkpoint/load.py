@@ -6,6 +6,7 @@ above the module's own size. Build the module under `torch.device("meta")`, or i
 Source: checkpoint specification, section 8.
 """
 
+import mmap
 import os
 from collections.abc import Sequence
 
@@ -19,6 +20,8 @@ from reference.checkpoint.selection import Selection, Source
 from reference.numerics import Numerics, at_least_float32
 from reference.text import TextModel
 
+# In values; below, a fraction of a page more or less would matter and a hole does not.
+OWN_PAGES_FROM = 2**17
 _TEXT: tuple[Bucket, ...] = ("language", "mtp")
 
 
@@ -53,7 +56,7 @@ def load_into(
         if stored.dtype == torch.float32:
             # 256 biases between 6.8 and 7.05 are 9 values in bfloat16: the routing would be another one.
             wanted = at_least_float32(wanted)
-        _put(module, name, stored.to(device=device, dtype=wanted, copy=True))
+        _put(module, name, _copied(stored, wanted, torch.device(device)))
 
 
 def _misfits(folder: CheckpointFolder, name: str, slot: Tensor, source: Source) -> list[Problem]:
@@ -77,6 +80,18 @@ def _non_finite(folder: CheckpointFolder, source: Source) -> list[Problem]:
         return []
     found = f"{count} of {values.numel()} values NaN or infinite"
     return [Problem("non-finite", folder.index.files[source.name], source.name, found, "finite weights")]
+
+
+def _copied(stored: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A copy whose memory goes back to the system when it is dropped.
+
+    The C library keeps the holes that dropped layers leave and cannot refill them with equal (aligned) tensors:
+    loading layer after layer would take twice the memory. So large tensors get pages of their own.
+    """
+    if device.type != "cpu" or stored.numel() < OWN_PAGES_FROM or os.name != "posix":
+        return stored.to(device=device, dtype=dtype, copy=True)
+    pages = mmap.mmap(-1, stored.numel() * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(stored.shape).copy_(stored)
 
 
 def _put(module: nn.Module, name: str, value: Tensor) -> None:
