@@ -23,7 +23,8 @@ import typer
 from typer.core import TyperGroup
 
 from parity import DISTRIBUTION
-from reference.errors import NoteError
+from parity.errors import ParityError
+from parity.origin import check_origin
 
 EXIT_AGREES = 0
 EXIT_DISAGREES = 1
@@ -35,14 +36,16 @@ class _Commands(TyperGroup):
     """Reports every refusal in the same way, without a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
+        from reference.errors import NoteError
+
         try:
             return super().invoke(ctx)
-        except NoteError as error:
+        except (NoteError, ParityError) as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(_exit_code(error)) from error
 
 
-def _exit_code(error: NoteError) -> int:
+def _exit_code(error: Exception) -> int:
     from parity.runners import NotSupportedHere, RunnerUnavailable
 
     return EXIT_COULD_NOT_RUN if isinstance(error, NotSupportedHere | RunnerUnavailable) else EXIT_UNUSABLE
@@ -146,6 +149,7 @@ def check(
 def main() -> None:
     """Entry point. A bug must not look like a disagreement, so it exits with 2 as well."""
     try:
+        check_origin("reference")
         app(prog_name=DISTRIBUTION)
     except Exception:
         traceback.print_exc()

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from parity.schema import decided_by, pattern_of, spec_of
 from parity.trace import RowKey, Table, Trace
-from reference.probe import Rows
+
+if TYPE_CHECKING:
+    from reference.probe import Rows
 
 
 class _RowsOf:
@@ -157,12 +160,13 @@ class ChoiceReplay:
             mine, other = set(ours[row].tolist()) - {-1}, set(theirs[row].tolist()) - {-1}
             lost, won = sorted(mine - other), sorted(other - mine)
             position, occurrence = keys[row]
-            gap = _gap(scores, lost, won)
+            gap = score_gap(scores, lost, won)
             scale = float(scores[scores.isfinite()].norm())
             self.exchanges.append(Exchange(name, request, position, occurrence, tuple(lost), tuple(won), gap, scale))
 
 
-def _gap(scores: Tensor, lost: list[int], won: list[int]) -> float:
+def score_gap(scores: Tensor, lost: list[int], won: list[int]) -> float:
+    """How far the worst exchange of `lost` for `won` is from a tie; infinite for other numbers or unknown keys."""
     if len(lost) != len(won) or not lost or max(won) >= len(scores):
         return float("inf")
     return float(scores[lost].max() - scores[won].min())

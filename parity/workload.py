@@ -18,13 +18,17 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from reference.errors import NoteError
-from reference.session import StepKind
+from parity.errors import ParityError
+
+if TYPE_CHECKING:
+    from reference.session import StepKind
 
 
-class WorkloadError(NoteError):
+class WorkloadError(ParityError):
     """A workload line cannot be read, or asks for what no implementation could do."""
 
 
@@ -65,8 +69,11 @@ _ITEM = re.compile(r"(?:([pdv]):)?([a-z])(\d*)$")
 
 @dataclass(frozen=True)
 class Workload:
+    """`chosen` are token ids at (request, position, truncations so far) that the seed does not decide."""
+
     actions: tuple[Action, ...]
     seed: int = 0
+    chosen: Mapping[tuple[str, int, int], int] = field(default_factory=dict, hash=False)
 
     @classmethod
     def parse(cls, text: str, seed: int = 0) -> Workload:
@@ -110,11 +117,12 @@ class Workload:
     def tokens(self) -> int:
         return sum(count for action in self.actions if isinstance(action, Step) for _, count, _ in action.items)
 
-
-def token_id(seed: int, request: str, position: int, epoch: int, vocab_size: int) -> int:
-    """The token of `request` at `position` after `epoch` truncations; equal on every machine."""
-    digest = hashlib.blake2b(f"{seed}/{request}/{position}/{epoch}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") % vocab_size
+    def token_id(self, request: str, position: int, epoch: int, vocab_size: int) -> int:
+        """The token of `request` at `position` after `epoch` truncations; equal on every machine."""
+        if (request, position, epoch) in self.chosen:
+            return self.chosen[request, position, epoch]
+        digest = hashlib.blake2b(f"{self.seed}/{request}/{position}/{epoch}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") % vocab_size
 
 
 def _parse_action(word: str) -> Action:

@@ -11,9 +11,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from reference.config import NoteConfig
-from reference.errors import NoteError
-from reference.session import StepItem
+from parity.origin import check_origin
+
+# Before the first import from it: a foreign one would fail with an error that explains nothing.
+check_origin("reference")
+
+from reference.config import NoteConfig  # noqa: E402
+from reference.errors import NoteError  # noqa: E402
+from reference.session import StepItem  # noqa: E402
 
 
 class RunnerUnavailable(NoteError):  # noqa: N818 - a state of this machine, not a mistake
