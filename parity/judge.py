@@ -7,6 +7,7 @@ dtype), all from the same inputs. A hypothesis (the reference with a fault) is j
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,13 +15,13 @@ import torch
 
 from parity.findings import ChoiceResult, Place, ProbeResult, Verdict, View
 from parity.replay import ChoiceReplay, Exchange, Given, is_layer_boundary
+from parity.rounding import RoundingDraw
 from parity.run import traced
 from parity.runners.reference import ReferenceRunner
 from parity.schema import decided_by, layer_of, pattern_of, spec_of
 from parity.tolerance import (
     EXACT_LIMIT,
     Floor,
-    RoundingDraw,
     RowErrors,
     element_limit,
     floor_of,
@@ -29,7 +30,6 @@ from parity.tolerance import (
 )
 from parity.trace import Table, Trace, common_rows
 from parity.workload import Workload
-from reference.probe import Listener
 
 Reference = Callable[[torch.dtype], ReferenceRunner]
 
@@ -44,8 +44,8 @@ def run_in_view(
         "pinpoint": [Given(candidate, lambda name: True)],
     }
     # Recorded are the replayed choices, so that what depends on them is recorded in their order.
-    before: list[Listener] = [RoundingDraw(draw), replay] if draw else [replay]
-    return traced(runner, workload, *after[view], before=before)
+    with RoundingDraw(draw).drawing() if draw else nullcontext():
+        return traced(runner, workload, *after[view], before=[replay])
 
 
 class Judge:

@@ -22,8 +22,6 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from reference.probe import Rows
-
 STRUCTURE = 2.0
 FALSE_ALARM_RATE = 1e-6
 DRAWS = 8
@@ -95,25 +93,3 @@ def floor_of(draws: Sequence[Tensor], truth: Tensor, rounded_to: torch.dtype) ->
     spread = relative_KR.log().var(dim=0).mean().sqrt() if len(draws) > 1 else torch.zeros(())
     independent = (2.0 * max(1, errors[0].elements)) ** -0.5
     return Floor(torch.maximum(by_row, 0.5 * typical), max(float(spread), independent))
-
-
-class RoundingDraw:
-    """A probe listener that rounds once more: each element moves by one ulp, up or down, with probability 1/12.
-
-    That is the variance of one rounding, so a run with it is as far from the truth as an implementation that has one
-    more rounding at every named tensor. float64 and integer tensors pass unchanged.
-    """
-
-    PROBABILITY = 1 / 12
-
-    def __init__(self, seed: int):
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def observe(self, name: str, value: Tensor, rows: Rows | None) -> Tensor:
-        if not value.is_floating_point() or value.dtype == torch.float64:
-            return value
-        drawn = torch.rand(value.shape, generator=self._generator).to(value.device)
-        direction = torch.where(drawn < self.PROBABILITY / 2, float("inf"), float("-inf"))
-        moved = torch.nextafter(value, direction.to(value.dtype))
-        # An exact zero has no rounding.
-        return torch.where((drawn < self.PROBABILITY) & value.isfinite() & (value != 0), moved, value)

@@ -67,14 +67,20 @@ class Fault:
 @contextmanager
 def applied(faults: Sequence[Fault]) -> Iterator[None]:
     """Inside, the reference's code has the patches of `faults`, in this order."""
+    with applied_patches([patch for fault in faults for patch in fault.patches]):
+        yield
+
+
+@contextmanager
+def applied_patches(patches: Sequence[Patch]) -> Iterator[None]:
+    """Inside, each patch's attribute is replaced; later patches see what earlier ones put there."""
     undo = []
     try:
-        for fault in faults:
-            for patch in fault.patches:
-                # The class's own entry, so that a method is restored as it was and not as a bound copy.
-                original = vars(patch.owner)[patch.attribute]
-                undo.append((patch.owner, patch.attribute, original))
-                setattr(patch.owner, patch.attribute, patch.make(original))
+        for patch in patches:
+            # The class's own entry, so that a method is restored as it was and not as a bound copy.
+            original = vars(patch.owner)[patch.attribute]
+            undo.append((patch.owner, patch.attribute, original))
+            setattr(patch.owner, patch.attribute, patch.make(original))
         yield
     finally:
         for owner, attribute, original in reversed(undo):
