@@ -3,4 +3,14 @@
 import reference
 
 DISTRIBUTION = "note-parity"
-reference.check_origin(reference)
+
+
+class ShadowedPackageError(ImportError):
+    """`reference` was imported from somewhere else than this distribution."""
+
+
+if getattr(reference, "DISTRIBUTION", None) != DISTRIBUTION:
+    raise ShadowedPackageError(
+        f"package 'reference' was imported from {reference.__file__ or list(reference.__path__)}, which is not part of "
+        f"{DISTRIBUTION}: a folder or file of that name shadows it; run from another directory or rename it"
+    )

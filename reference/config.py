@@ -207,7 +207,8 @@ def slice_of(config: NoteConfig, layers: Sequence[int], experts: int | None = No
         first_k_dense_replace=moe.count(False),
         n_routed_experts=kept,
     )
-    return dataclasses.replace(config, text=sliced)
+    # Reading it back refuses what cannot be: experts that fill no whole group, say.
+    return NoteConfig.from_json(dataclasses.replace(config, text=sliced).to_json())
 
 
 def _schedule(num_hidden_layers: int) -> tuple[LayerKind, ...]:

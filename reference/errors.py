@@ -23,7 +23,3 @@ class TokenIdError(NoteError):
 
 class CacheError(NoteError):
     """A cache was asked for rows it does not hold, or a request is unknown or already exists."""
-
-
-class ShadowedPackageError(NoteError):
-    """`reference`, `optimized` or `parity` was imported from somewhere else than this distribution."""

@@ -142,12 +142,7 @@ def run_python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str
     return subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=120)
 
 
-asks_the_foreign_package = pytest.mark.xfail(
-    strict=True, reason="the check is a function of the package that is checked, and a foreign one has none"
-)
-
-
-@pytest.mark.parametrize("package", ["parity.runners", pytest.param("optimized", marks=asks_the_foreign_package)])
+@pytest.mark.parametrize("package", ["parity.runners", "optimized"])
 @pytest.mark.parametrize("shadow", ["reference/__init__.py", "reference/notes.txt", "reference.py"])
 def test_a_foreign_reference_is_refused_by_name(tmp_path, shadow, package):
     """A package, a folder of anything, or a module of our name in the working directory."""

@@ -437,7 +437,6 @@ def test_a_slice_is_a_config_that_can_be_written(config, data):
     assert NoteConfig.from_json(sliced.to_json()) == sliced
 
 
-@pytest.mark.xfail(strict=True, reason="slice_of keeps n_group where it no longer divides the experts that are kept")
 @given(config=note_configs(), data=st.data())
 def test_a_slice_of_groups_is_refused_or_can_be_written(config, data):
     """Experts are cut from the end, so a count may leave groups that no longer divide it."""
