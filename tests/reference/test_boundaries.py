@@ -108,18 +108,26 @@ def test_decode_after_the_ring_has_wrapped(start):
 @example(config=small(sliding_window_size=7), length=12, taken_back=4, other_length=1, ring=4)
 @example(config=small(sliding_window_size=1), length=5, taken_back=4, other_length=2, ring=4)
 def test_truncation_across_the_wrap_forgets_the_rest(config, length, taken_back, other_length, ring):
-    """Owes a bound: tokens taken back and replaced by others leave no trace, wherever the ring's end lies."""
+    """Owes a bound: tokens taken back and replaced by others leave no trace, wherever the ring's end lies.
+
+    The draft layer had seen the tokens taken back, and forgets them too.
+    """
     taken_back = min(taken_back, ring, length - 1)
     model = random_model(config)
     ids, other = drawn_ids(config, length, seed=1), drawn_ids(config, other_length, seed=2)
-    session = Session(model, max_draft_tokens=ring)
+    can_draft = ring > 0 and config.num_nextn_predict_layers > 0
+    session, fresh = Session(model, max_draft_tokens=ring), Session(model, max_draft_tokens=ring)
     with torch.no_grad():
         for token_id in ids:
             session.step([StepItem("a", (token_id,), "decode")])
+        if can_draft:
+            session.draft("a", 1, ring)
         session.truncate("a", length - taken_back)
         rows = session.step([StepItem("a", other, "prefill")])["a"]
-    expected = one_shot(model, ids[: length - taken_back] + other)[-other_length:]
-    assert error(rows, expected) <= FLOAT64_BOUND
+        expected = fresh.step([StepItem("a", ids[: length - taken_back] + other, "prefill")])["a"]
+        assert error(rows, expected[-other_length:]) <= FLOAT64_BOUND
+        if can_draft:
+            assert error(session.draft("a", 0, ring), fresh.draft("a", 0, ring)) <= FLOAT64_BOUND
 
 
 def compositions(total: int) -> Iterator[list[int]]:

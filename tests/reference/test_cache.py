@@ -237,6 +237,19 @@ def test_going_back_too_far_is_refused_by_name_and_changes_nothing():
         assert torch.equal(session.step([item])["a"], plain.step([item])["a"])
 
 
+def test_a_ring_remembers_what_was_overwritten_before_it_went_back():
+    """Twenty tokens in a ring of 8 overwrite positions 0 to 11; going back and on again brings none of them back."""
+    model = random_model(small(sliding_window_size=WINDOW))
+    session = Session(model, max_draft_tokens=3)
+    with torch.no_grad():
+        session.step([StepItem("a", drawn_ids(model.config, 20), "prefill")])
+        session.truncate("a", 16)
+        session.step([StepItem("a", (1,), "decode")])
+    with pytest.raises(CacheError, match="starts at position 11, but positions below 12 are overwritten"):
+        session.truncate("a", 15)
+    session.truncate("a", 16)
+
+
 @pytest.mark.parametrize("length", [-1, 4])
 def test_a_length_that_the_request_never_had_is_refused_by_name(length):
     model = random_model(small())
