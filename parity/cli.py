@@ -146,6 +146,30 @@ def check(
     raise typer.Exit(EXIT_DISAGREES if report.first_different else EXIT_AGREES)
 
 
+@app.command()
+def faults(
+    fault: Annotated[str | None, typer.Argument(metavar="[FAULT]", help="Explain this one.")] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Apply each to the reference and run the sweep.")] = False,
+) -> None:
+    """The catalogue of known porting mistakes: list it, explain one, or run it against the harness."""
+    from parity.faults.catalogue import CATALOGUE, fault_named
+    from parity.faults.verify import verify_tiny
+    from parity.report.faults_text import print_catalogue, print_fault, print_matrix
+    from parity.report.terminal import progress_lines, terminal
+
+    chosen = [fault_named(fault)] if fault else list(CATALOGUE.values())
+    if verify:
+        with progress_lines() as progress:
+            outcomes = verify_tiny(chosen, progress)
+        print_matrix(outcomes, terminal())
+        is_expected = all(outcome.is_as_expected for outcome in outcomes)
+        raise typer.Exit(EXIT_AGREES if is_expected else EXIT_DISAGREES)
+    if fault:
+        print_fault(chosen[0], terminal())
+    else:
+        print_catalogue(terminal())
+
+
 def main() -> None:
     """Entry point. A bug must not look like a disagreement, so it exits with 2 as well."""
     try:

@@ -18,6 +18,19 @@ SECTIONS: dict[str, tuple[Fault, ...]] = {
     "E": INDEXER_FAULTS + SELECTION_FAULTS,
     "F": WINDOW_FAULTS,
 }
+SECTION_TITLES = {
+    "A": "configuration",
+    "B": "norms",
+    "C": "low-rank path",
+    "D": "rotary embedding",
+    "E": "indexer and sparse selection",
+    "F": "window and caches",
+    "G": "attention core, gate, projection",
+    "H": "experts and dense layer",
+    "I": "residuals and final layers",
+    "J": "draft layer",
+    "K": "loading",
+}
 CATALOGUE: dict[str, Fault] = {fault.id: fault for faults in SECTIONS.values() for fault in faults}
 
 

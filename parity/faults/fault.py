@@ -19,9 +19,16 @@ from reference.numerics import Numerics
 from reference.probe import Listener
 
 Weights = dict[str, Tensor]
-# V: any forward pass.  L: past a length.  C: with a cache, over steps.  M: in the draft layer.
-# N: below bfloat16 noise.  I: never, in exact arithmetic.  R: never on the released configuration.
 Visibility = Literal["V", "L", "C", "M", "N", "I", "R"]
+VISIBILITIES: dict[Visibility, str] = {
+    "V": "visible in any forward pass",
+    "L": "visible past a length",
+    "C": "visible with a cache, over several steps",
+    "M": "visible in the draft layer only",
+    "N": "below bfloat16 noise, visible in float32",
+    "I": "never visible, in exact arithmetic",
+    "R": "never visible on the released configuration",
+}
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ against the measured floor, operation by operation; those that are below its noi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from parity.compare import compare, compare_exact
-from parity.findings import ChoiceResult, Comparison, ProbeResult
 from parity.faults.fault import Fault
+from parity.findings import ChoiceResult, Comparison, ProbeResult
 from parity.run import traced
 from parity.runners.reference import ReferenceRunner
 from parity.schema import pattern_of
+from parity.sweep import boundary_workloads
 from parity.workload import Workload
-from reference.config import NoteConfig
+from reference.checkpoint import synthetic_tensors
+from reference.config import NoteConfig, tiny
 
 Mode = Literal["float64", "float32"]
 
@@ -56,6 +58,17 @@ def verify(fault: Fault, config: NoteConfig, weights: Mapping[str, Tensor], work
             if first is not None:
                 return Outcome(fault, mode, workload, first.name, _error(first))
     return Outcome(fault, None, None, None, 0.0)
+
+
+def verify_tiny(faults: Sequence[Fault], progress: Callable[[str], None] = lambda line: None) -> list[Outcome]:
+    """Each fault on the tiny synthetic model, over the boundary workloads."""
+    config = tiny()
+    weights = dict(synthetic_tensors(config))
+    outcomes = []
+    for number, fault in enumerate(faults, 1):
+        progress(f"fault {number} of {len(faults)}: {fault.id}")
+        outcomes.append(verify(fault, config, weights, boundary_workloads(config.text)))
+    return outcomes
 
 
 def _owed(fault: Fault, comparison: Comparison) -> Comparison:
