@@ -334,6 +334,18 @@ def test_gradients_reach_every_parameter_but_the_indexer_and_the_router_bias():
             assert parameter.grad.abs().max() > 0, name
 
 
+def test_what_the_indexer_caches_carries_no_graph():
+    """A cached latent does, so that a loss reaches the tokens before it; an index key would only keep memory alive."""
+    session = Session(random_model(CONFIG))
+    step(session, "a", 1, 2, 3)
+    tensors = session.request("a").cache.layers[0].tensors()
+    assert {name: tensor.requires_grad for name, tensor in tensors.items()} == {
+        "kv_latent": True,
+        "k_rope": True,
+        "index_key": False,
+    }
+
+
 def test_gradients_agree_with_finite_differences():
     """Central differences of step h err by about h², plus the loss's own rounding (1e-16) over h."""
     model, h = with_every_expert_in_use(CONFIG), 1e-5
