@@ -16,6 +16,10 @@ class Tokens:
     def length(self, request: str) -> int:
         return self._lengths.get(request, 0)
 
+    def place(self, request: str) -> tuple[int, int]:
+        """Position of the next token, and how many truncations there were."""
+        return self.length(request), self._epochs.get(request, 0)
+
     def take(self, request: str, count: int) -> tuple[int, ...]:
         """The next tokens; the request is longer then."""
         ids = self.peek(request, count)
@@ -23,7 +27,7 @@ class Tokens:
         return ids
 
     def peek(self, request: str, count: int) -> tuple[int, ...]:
-        start, epoch = self.length(request), self._epochs.get(request, 0)
+        start, epoch = self.place(request)
         return tuple(
             self._workload.token_id(request, position, epoch, self._vocab_size)
             for position in range(start, start + count)
