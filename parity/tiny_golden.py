@@ -1,0 +1,33 @@
+"""The golden of the tiny model that ships with the package, and how it was made.
+
+Its workload crosses the window and the top-k, in one prefill, in a chunk and by decoding, with two requests at once,
+and verifies drafts of which one is taken back. Its tokens are chosen so that no choice is near a tie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from parity.clear_tokens import clear_of_ties
+from parity.golden import make_golden
+from parity.golden_file import Golden
+from parity.oracle_check import synthetic_checkpoint
+from parity.workload import Workload
+from reference.checkpoint import load_text_model
+from reference.config import tiny
+
+SEED = 0
+WORKLOAD = "p:a9 p:a6+b3 d:a+b m:a2 v:a3 t:a1 d:a m:a1"
+# The shipped margins are at least 4 times their measured noise; this leaves room for noise above the average.
+CLEARANCE = 10.0
+
+
+def make_tiny_golden(target: str | Path, progress: Callable[[str], None] = lambda line: None) -> Golden:
+    """Write the golden of the tiny model with synthetic weights of seed 0, for runs in bfloat16."""
+    with synthetic_checkpoint(SEED) as folder:
+        weights = load_text_model(folder, dtype=None).state_dict()
+        workload = clear_of_ties(tiny(), weights, Workload.parse(WORKLOAD, SEED), torch.bfloat16, CLEARANCE)
+        return make_golden(folder, target, workload, synthetic_seed=SEED, progress=progress)
