@@ -117,6 +117,17 @@ class Workload:
     def tokens(self) -> int:
         return sum(count for action in self.actions if isinstance(action, Step) for _, count, _ in action.items)
 
+    @property
+    def requests(self) -> tuple[str, ...]:
+        """Every request that ever exists, in the order of appearance."""
+        found: dict[str, None] = {}
+        for action in self.actions:
+            if isinstance(action, Step):
+                found |= {request: None for request, _, _ in action.items}
+            elif isinstance(action, Fork):
+                found[action.new] = None
+        return tuple(found)
+
     def token_id(self, request: str, position: int, epoch: int, vocab_size: int) -> int:
         """The token of `request` at `position` after `epoch` truncations; equal on every machine."""
         if (request, position, epoch) in self.chosen:
