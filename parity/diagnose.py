@@ -28,8 +28,8 @@ from parity.workload import Workload
 Coverage = Literal["all probes", "layer outputs", "logits only"]
 # Builds the reference in a dtype with some faults.
 FaultyReference = Callable[[torch.dtype, Sequence[Fault]], ReferenceRunner]
-# Faults that help, of which pairs are tried when no single one explains everything.
-PAIR_CANDIDATES = 12
+# How many pairs of faults that help are tried when no single one explains everything.
+PAIRS = 20
 MAX_EQUIVALENTS = 3
 
 
@@ -37,18 +37,18 @@ MAX_EQUIVALENTS = 3
 class Hypothesis:
     """Some faults applied to the reference, and what is left of the difference then.
 
-    `residual` is the worst error in units of its limit: at most 1 if nothing is left. `blamed` counts the tensors and
-    choices outside the noise.
+    `residual` is the worst error in units of its limit: at most 1 if nothing is left. `blamed`: the tensors and choices
+    that are still outside the noise. `weight`: by how much, summed over them.
     """
 
     faults: tuple[str, ...]
     residual: float
-    blamed: int
+    blamed: frozenset[str]
     weight: float
 
     @property
     def explains(self) -> bool:
-        return self.blamed == 0
+        return not self.blamed
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,7 @@ def diagnose(
         if experiment.explanations():
             break
     else:
-        helpful = experiment.helpful(_weight(before.probes, before.choices))
-        for pair in combinations(helpful[:PAIR_CANDIDATES], 2):
+        for pair in experiment.pairs(_weight(before.probes, before.choices)):
             progress(" + ".join(fault.id for fault in pair))
             experiment.run(pair)
     explanations = experiment.explanations()
@@ -140,28 +139,35 @@ class _Experiment:
             probes, choices, truth = self._judge.against(self._reference(torch.float64, faults))
         except (RuntimeError, IndexError, ValueError):
             # The fault's shapes do not fit this configuration or these recorded values: it is not what happened.
-            self.tried[key] = Hypothesis(key, inf, len(self._judge.names), inf)
+            self.tried[key] = Hypothesis(key, inf, frozenset(self._judge.names), inf)
             return
         # A tensor that the hypothesis does not compute at all, and the candidate has, is not explained.
-        blamed = sum(p.verdict in ("different", "missing") for p in probes) + sum(c.verdict == "flip" for c in choices)
+        blamed = frozenset(
+            [probe.name for probe in probes if probe.verdict in ("different", "missing")]
+            + [choice.name for choice in choices if choice.verdict == "flip"]
+        )
         self.tried[key] = Hypothesis(key, _worst([*probes, *choices]), blamed, _weight(probes, choices))
         self._faults[key] = faults
-        if blamed == 0:
+        if not blamed:
             self._truths[key] = truth
 
     def sorted(self) -> list[Hypothesis]:
-        return sorted(self.tried.values(), key=lambda h: (h.blamed > 0, h.weight, len(h.faults), h.residual))
+        return sorted(self.tried.values(), key=lambda h: (not h.explains, h.weight, len(h.faults), h.residual))
 
     def explanations(self) -> tuple[Hypothesis, ...]:
         return tuple(hypothesis for hypothesis in self.sorted() if hypothesis.explains)
 
-    def helpful(self, weight_before: float) -> list[Fault]:
-        """Single faults that leave less than there was, the most helpful first."""
-        return [
-            self._faults[hypothesis.faults][0]
-            for hypothesis in self.sorted()
-            if len(hypothesis.faults) == 1 and hypothesis.weight < weight_before and hypothesis.faults in self._faults
-        ]
+    def pairs(self, weight_before: float) -> list[tuple[Fault, Fault]]:
+        """Pairs of faults that each leave less than there was; first those that leave different things.
+
+        Where every operation was recorded, each is blamed by itself, so that these explain everything.
+        """
+        helpful = [h for h in self.sorted() if h.weight < weight_before and h.faults in self._faults]
+        ranked = sorted(combinations(helpful, 2), key=lambda pair: len(pair[0].blamed & pair[1].blamed))
+        return [(self._fault(a), self._fault(b)) for a, b in ranked[:PAIRS]]
+
+    def _fault(self, hypothesis: Hypothesis) -> Fault:
+        return self._faults[hypothesis.faults][0]
 
     def equivalent_to(self, best: Hypothesis) -> tuple[tuple[str, ...], ...]:
         """Other explanations whose float64 values are the same, at every tensor that the candidate shows."""

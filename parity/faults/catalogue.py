@@ -1,10 +1,15 @@
 """All faults, by section of the fault specification."""
 
+from parity.faults.attention import ATTENTION_FAULTS
 from parity.faults.configuration import CONFIGURATION_FAULTS
+from parity.faults.draft import DRAFT_FAULTS
 from parity.faults.fault import Fault
 from parity.faults.indexer import INDEXER_FAULTS
+from parity.faults.loading import LOADING_FAULTS
 from parity.faults.low_rank import LOW_RANK_FAULTS
+from parity.faults.moe import MOE_FAULTS
 from parity.faults.norms import NORM_FAULTS
+from parity.faults.residual import RESIDUAL_FAULTS
 from parity.faults.rope import ROPE_FAULTS
 from parity.faults.selection import SELECTION_FAULTS
 from parity.faults.window import WINDOW_FAULTS
@@ -17,6 +22,11 @@ SECTIONS: dict[str, tuple[Fault, ...]] = {
     "D": ROPE_FAULTS,
     "E": INDEXER_FAULTS + SELECTION_FAULTS,
     "F": WINDOW_FAULTS,
+    "G": ATTENTION_FAULTS,
+    "H": MOE_FAULTS,
+    "I": RESIDUAL_FAULTS,
+    "J": DRAFT_FAULTS,
+    "K": LOADING_FAULTS,
 }
 SECTION_TITLES = {
     "A": "configuration",
