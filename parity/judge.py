@@ -105,7 +105,7 @@ class Judge:
         error = torch.cat([part.errors.relative for part in parts])
         largest = torch.cat([part.errors.largest for part in parts])
         noise = torch.cat([part.noise for part in parts])
-        limits = torch.cat([torch.full_like(part.noise, part.limit) for part in parts])
+        limits = torch.cat([part.limits for part in parts])
         excess = error / (noise * limits)
         worst = int(excess.argmax())
         bad = (excess > 1.0).nonzero().flatten().tolist()
@@ -136,7 +136,7 @@ class Judge:
         if len(sides) < 2:
             empty = torch.zeros(0, dtype=torch.float64)
             missing = sum(len(trace.table(name, request).keys) for trace in sides)
-            return _Part([], RowErrors(empty, empty, 0), empty, 1.0, False, missing)
+            return _Part([], RowErrors(empty, empty, 0), empty, empty, False, missing)
         expected = _in_order_of_ids(name, request, truth)
         actual = _in_order_of_ids(name, request, self.candidate)
         expected_RX, actual_RX, keys, missing = common_rows(expected, actual)
@@ -144,13 +144,15 @@ class Judge:
         errors = row_errors(actual_RX, expected_RX)
         if not self._draws:
             noise = torch.full_like(errors.relative, EXACT_LIMIT)
-            return _Part(rows, errors, noise, 1.0, torch.equal(actual_RX, expected_RX), missing)
+            is_equal = torch.equal(actual_RX, expected_RX)
+            return _Part(rows, errors, noise, torch.ones_like(noise), is_equal, missing)
         row_of = {key: row for row, key in enumerate(expected.keys)}
         selected = torch.tensor([row_of[key] for key in keys], dtype=torch.long)
         floor = self._floor(name, request)
         plain = _in_order_of_ids(name, request, self._draws[0]).values[selected]
         is_equal = plain.shape == actual_RX.shape and torch.equal(plain.to(actual_RX.dtype), actual_RX)
-        return _Part(rows, errors, floor.noise[selected], self._limit(floor.spread), is_equal, missing)
+        limits = floor.limits(self._limit(floor.spread))[selected]
+        return _Part(rows, errors, floor.noise[selected], limits, is_equal, missing)
 
     def _floor(self, name: str, request: str) -> Floor:
         if (name, request) not in self._floors:
@@ -191,7 +193,7 @@ class _Part:
     rows: list[Place]
     errors: RowErrors
     noise: torch.Tensor
-    limit: float
+    limits: torch.Tensor
     is_bitwise_equal: bool
     missing: int
 

@@ -8,6 +8,11 @@ of its rounding. An error counts as *within noise* while
 STRUCTURE = 2: another implementation may round twice as much as the eager one does (other places, other orders).
 spread: standard deviation of the logarithm of a row's error between draws. n independent roundings give 1/sqrt(2n);
 where one early rounding moves the whole row, it is measured to be larger.
+    and  <=  OUTLIER · the largest error that any draw shows in any row
+
+so that a floor that varies wildly (an expert that changes in some draws, where choices could not be replayed) does not
+excuse everything.
+
 z: quantile of the normal distribution for a false alarm in one of the m rows compared, alpha / m, where alpha is the
 chance that a run without any fault is called different. Nothing here is tuned to an implementation.
 """
@@ -23,6 +28,7 @@ import torch
 from torch import Tensor
 
 STRUCTURE = 2.0
+OUTLIER = 3.0
 FALSE_ALARM_RATE = 1e-6
 DRAWS = 8
 # In exact mode two implementations of the same logic differ by reassociation of float64 only.
@@ -78,10 +84,15 @@ def row_errors(actual: Tensor, truth: Tensor) -> RowErrors:
 
 @dataclass(frozen=True)
 class Floor:
-    """Noise of each row, relative as in `RowErrors`, and how much it varies from draw to draw."""
+    """Noise of each row, relative as in `RowErrors`; how much it varies from draw to draw; the largest error seen."""
 
     noise: Tensor  # [rows], float64
     spread: float
+    largest: float = math.inf
+
+    def limits(self, limit: float) -> Tensor:
+        """`limit` for each row, [rows], in units of its noise; less where it would exceed what any draw comes near."""
+        return (OUTLIER * self.largest / self.noise).clamp(max=limit)
 
 
 def floor_of(draws: Sequence[Tensor], truth: Tensor, rounded_to: torch.dtype) -> Floor:
@@ -92,4 +103,5 @@ def floor_of(draws: Sequence[Tensor], truth: Tensor, rounded_to: torch.dtype) ->
     typical = by_row.square().mean().sqrt()
     spread = relative_KR.log().var(dim=0).mean().sqrt() if len(draws) > 1 else torch.zeros(())
     independent = (2.0 * max(1, errors[0].elements)) ** -0.5
-    return Floor(torch.maximum(by_row, 0.5 * typical), max(float(spread), independent))
+    noise = torch.maximum(by_row, 0.5 * typical)
+    return Floor(noise, max(float(spread), independent), float(relative_KR.max()))
