@@ -99,7 +99,7 @@ def test_layer_outputs_are_enough_for_a_coarse_fault() -> None:
     ("fault_id", "verdict"), [("zero_centered_norm", "explained"), ("full_theta_on_swa", "agrees")]
 )
 def test_logits_alone_are_reported_honestly(fault_id: str, verdict: str) -> None:
-    """Without choices to replay, the floor holds experts that change: a small fault is not seen, and nothing is named."""
+    """Without choices to replay, the floor holds experts that change: a small fault is not seen, none is named."""
     diagnosis = diagnosed(dump([CATALOGUE[fault_id]], is_logits))
     assert (diagnosis.coverage, diagnosis.verdict) == ("logits only", verdict)
     assert not diagnosis.explanations or is_named(diagnosis, CATALOGUE[fault_id])
