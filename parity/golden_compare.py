@@ -98,10 +98,11 @@ class _GoldenJudge:
 
     def _unshown(self, name: str) -> Iterable[_Cause]:
         for request in self._golden.requests(name):
-            if not self._candidate.has(name, request):
-                table = self._golden.choices(name, request)
-                for row in (table.margins < CLEAR_MARGIN * table.margin_noises).nonzero().flatten().tolist():
-                    position, occurrence = table.keys[row]
+            table = self._golden.choices(name, request)
+            shown = self._candidate.table(name, request).keys if self._candidate.has(name, request) else ()
+            for row in (table.margins < CLEAR_MARGIN * table.margin_noises).nonzero().flatten().tolist():
+                position, occurrence = table.keys[row]
+                if (position, occurrence) not in shown:
                     yield _Cause(name, request, position, occurrence, "possible near tie")
 
     def _probe(self, name: str) -> ProbeResult | None:
@@ -160,7 +161,9 @@ class _GoldenJudge:
             self._skipped.append(f"{name}, request {request}: {missing} rows that only one side has")
         judged = torch.tensor([row for row, cause in enumerate(causes) if not cause], dtype=torch.long)
         row_of = {key: row for row, key in enumerate(golden.keys)}
-        noise = golden.floor.noise[torch.tensor([row_of[keys[row]] for row in judged.tolist()], dtype=torch.long)]
+        floor_rows = torch.tensor([row_of[keys[row]] for row in judged.tolist()], dtype=torch.long)
+        noise = golden.floor.noise[floor_rows]
+        limits = golden.floor.limits(self._limit(golden.floor.spread))[floor_rows]
         if expected_RX.shape != actual_RX.shape:
             # Another width is no rounding. Flattened, too, it would not fit.
             infinite = torch.full((len(judged),), float("inf"), dtype=torch.float64)
@@ -168,7 +171,6 @@ class _GoldenJudge:
         else:
             errors = row_errors(actual_RX, expected_RX)
             error, largest, elements = errors.relative[judged], errors.largest[judged], errors.elements
-        limits = torch.full_like(noise, self._limit(golden.floor.spread))
         kept = [places[row] for row in judged.tolist()]
         return _Part(kept, error, noise, limits, largest, elements * len(kept), missing)
 

@@ -55,12 +55,13 @@ class _Record(BaseModel):
 
 
 class TableRecord(_Record):
-    """One name and request of a part. `rows` says which of its row lists; `spread` is that of a value's floor."""
+    """One name and request of a part. `rows` says which of its row lists; `spread`, `largest`: see `Floor`."""
 
     name: str
     request: str
     rows: int = Field(ge=0)
     spread: float = Field(default=0.0, ge=0)
+    largest: float = Field(default=0.0, ge=0)
 
 
 class PartRecord(_Record):
@@ -184,7 +185,7 @@ class Golden:
     def values(self, name: str, request: str) -> ValueTable:
         part, table = self._tables[name, request]
         truth, noise = self._load(part, VALUE_PARTS, table)
-        return ValueTable(self.keys(name, request), truth, Floor(noise.to(torch.float64), table.spread))
+        return ValueTable(self.keys(name, request), truth, Floor(noise.to(torch.float64), table.spread, table.largest))
 
     def choices(self, name: str, request: str) -> ChoiceTable:
         part, table = self._tables[name, request]
@@ -240,7 +241,8 @@ def write_part(
         tensors[f"truth/{name}/{request}"] = value.truth.to(stored_dtype(name, dtype)).contiguous()
         tensors[f"noise/{name}/{request}"] = value.floor.noise.to(torch.float32)
         rows = row_lists.setdefault(value.keys, len(row_lists))
-        tables.append(TableRecord(name=name, request=request, rows=rows, spread=value.floor.spread))
+        spread, largest = value.floor.spread, value.floor.largest
+        tables.append(TableRecord(name=name, request=request, rows=rows, spread=spread, largest=largest))
     for (name, request), choice in choices.items():
         tensors[f"choice/{name}/{request}"] = choice.choices.to(torch.int32).contiguous()
         tensors[f"margin/{name}/{request}"] = choice.margins
