@@ -1,0 +1,77 @@
+"""A dump is compared with a golden one pair of tables at a time, however large both are."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WRITE = """
+import sys
+from pathlib import Path
+import torch
+from parity.golden_file import GOLDEN_FILE, Golden, ValueTable, write_part, write_record
+from parity.manifest import Producer
+from parity.tolerance import Floor
+from parity.trace import Entry, InMemory
+from parity.trace_file import TraceWriter
+
+folder, layers, rows, width = Path(sys.argv[1]), *map(int, sys.argv[2:])
+keys = tuple((position, 0) for position in range(rows))
+noise = torch.full((rows,), 1e-3, dtype=torch.float64)
+parts = []
+(folder / "golden").mkdir()
+with TraceWriter(folder / "dump", Producer(engine="test"), torch.float32) as dump:
+    for layer in range(layers):
+        name = f"layers.{layer}.output"
+        truth = torch.randn(rows, width, generator=torch.Generator().manual_seed(layer))
+        table = ValueTable(keys, truth, Floor(noise, 0.1, 2e-3))
+        part = write_part(folder / "golden", f"layer.{layer}.safetensors", {(name, "a"): table}, {}, torch.bfloat16)
+        parts.append(part)
+        error = 1.0 if layer == layers - 2 else 1e-3
+        dump.keep(Entry(name, "a", 0, "prefill", range(rows), InMemory(truth * (1 + error))))
+record = Golden.open("tiny").record
+write_record(folder / "golden", record.model_copy(update={"parts": parts, "workload": f"p:a{rows}"}), GOLDEN_FILE)
+"""
+
+COMPARE = """
+import resource, sys
+from pathlib import Path
+from parity.golden_compare import compare_to_golden
+from parity.golden_file import Golden
+from parity.trace_file import open_trace
+
+folder = Path(sys.argv[1])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+comparison = compare_to_golden(Golden.open(folder / "golden"), open_trace(folder / "dump"))
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(comparison.compared, comparison.first.name, before, peak)
+"""
+
+
+def run(script: str, *arguments: object) -> str:
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize(
+    ("layers", "rows", "width", "limit"),
+    [
+        pytest.param(64, 200, 5120, None, id="262 MB each"),
+        pytest.param(62, 1600, 5120, 10**9, id="2 GB each", marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+    ],
+)
+def test_comparing_takes_little_memory(tmp_path: Path, layers: int, rows: int, width: int, limit: int | None) -> None:
+    """262 MB: half of one side above what the imports take. 2 GB: less than 1 GB in all."""
+    try:
+        run(WRITE, tmp_path, layers, rows, width)
+        compared, first, before, peak = run(COMPARE, tmp_path).split()
+    finally:
+        shutil.rmtree(tmp_path)
+    print(f"{layers * rows * width * 4} bytes each: peak {int(peak) / 1e6:.0f} MB, {int(before) / 1e6:.0f} MB before")
+    assert int(compared) == layers
+    assert first == f"layers.{layers - 2}.output"
+    assert int(peak) < (limit or int(before) + layers * rows * width * 2)
