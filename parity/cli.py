@@ -108,6 +108,42 @@ def inspect(
 
 
 @app.command()
+def synthetic(
+    target: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to write.")],
+    config: Annotated[str, typer.Option(metavar="tiny|released|CONFIG.json", help="The model's sizes.")] = "tiny",
+    seed: Annotated[int, typer.Option(help="The same seed gives the same bytes on every machine.")] = 0,
+) -> None:
+    """Write a checkpoint of synthetic weights in the released layout: real shapes and statistics, no training."""
+    from reference.checkpoint import write_synthetic
+    from reference.config import NoteConfig, released, tiny
+
+    known = {"tiny": tiny, "released": released}
+    write_synthetic(target, known[config]() if config in known else NoteConfig.from_json(config), seed)
+    typer.echo(f"wrote {target}")
+
+
+@app.command("slice")
+def slice_checkpoint(
+    source: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="The folder to cut from.")],
+    target: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to write.")],
+    layer: Annotated[
+        list[int], typer.Option(min=0, help="A layer to keep; may be repeated. Renumbered in this order.")
+    ],
+    experts: Annotated[int | None, typer.Option(min=1, help="Keep the first so many experts. [all]")] = None,
+    mtp: Annotated[bool, typer.Option(help="Keep the draft layer.")] = True,
+) -> None:
+    """Cut some layers and experts out of a checkpoint, router rows and bias included, bytes unchanged.
+
+    Layer 0 is dense and full, 1 full with experts, 2 sliding with experts: these and the draft layer show all there is.
+    """
+    from reference.checkpoint import CheckpointFolder, cut_slice
+
+    kept = None if experts is None else range(experts)
+    cut_slice(CheckpointFolder.open(source), target, layer, kept, with_mtp=mtp)
+    typer.echo(f"wrote {target}")
+
+
+@app.command()
 def check(
     folder: Annotated[
         Path | None,

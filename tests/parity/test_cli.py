@@ -87,3 +87,15 @@ def test_runs_as_a_module_anywhere(tmp_path: Path) -> None:
 def test_starts_without_torch(tmp_path: Path) -> None:
     result = python("-c", "import sys, parity.cli; print(sorted({'torch', 'rich'} & {*sys.modules}))", folder=tmp_path)
     assert result.stdout.strip() == "[]", result.stderr
+
+
+def test_c65_one_command_cuts_a_slice_that_loads(tmp_path: Path) -> None:
+    """Written, cut, and read back: three layers of six, five experts of fourteen, and too few experts."""
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    assert CliRunner().invoke(app, ["synthetic", str(whole)]).exit_code == 0
+    layers = ["--layer", "0", "--layer", "1", "--layer", "2"]
+    assert CliRunner().invoke(app, ["slice", str(whole), str(part), *layers, "--experts", "5"]).exit_code == 0
+    assert CliRunner().invoke(app, ["inspect", str(part)]).exit_code == 0
+    refused = CliRunner().invoke(app, ["slice", str(whole), str(tmp_path / "no"), "--layer", "1", "--experts", "2"])
+    assert refused.exit_code == 2
+    assert "num_experts_per_tok" in refused.output
