@@ -11,9 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from parity.faults.fault import Fault, Patch, Weights, after_construction, scaled
+from parity.faults.fault import Fault, Patch, Weights, after_construction
 from parity.faults.norms import in_bfloat16, merged_row_path, right_kv_latent
 from reference.config import MlaGeometry, NoteConfig, TextConfig
+from reference.layers.indexer import Indexer
 from reference.layers.mla import FullAttention, MlaAttention
 from reference.layers.norm import RescaledRMSNorm, RMSNorm
 from reference.numerics import at_least_float32
@@ -70,9 +71,14 @@ def _unrescaled_past(attention: Any, *_: Any) -> None:
     attention.attention = mixed
 
 
-def _unrescaled_index_queries(weights: Weights, config: NoteConfig) -> Weights:
-    text = config.text
-    return scaled("indexer.wq_b", (text.full.q_lora_rank / text.hidden_size) ** 0.5)(weights, config)
+def _reading_unrescaled_latent(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Not an edit of the weights: rounding them would be a change of its own."""
+
+    def read(indexer: Indexer, attn_input_TD: Tensor, q_latent_TQ: Tensor, positions_T: Tensor) -> Any:
+        scale = (attn_input_TD.shape[1] / q_latent_TQ.shape[1]) ** 0.5
+        return forward(indexer, attn_input_TD, q_latent_TQ / scale, positions_T)
+
+    return read
 
 
 def _rows_edit(
@@ -204,7 +210,7 @@ LOW_RANK_FAULTS = (
         first=("layers.{i}.attn.index.query",),
         visible_when="never without quantization",
         source="vllm.cpp",
-        weights=_unrescaled_index_queries,
+        patches=(Patch(Indexer, "forward", _reading_unrescaled_latent),),
         hides_in=("layers.{i}.attn.index.query", "layers.{i}.attn.index.scores"),
     ),
     Fault(
