@@ -1,6 +1,6 @@
 """No false alarm: implementations that differ by rounding only are never called different.
 
-The same limits that detect the faults. Profile `ci`: 100 workloads; `explore`: 1,000.
+The same limits that detect the faults. Profile `ci`: 40 workloads; `explore`: 1,000.
 """
 
 import pytest
@@ -20,7 +20,7 @@ from reference.config import tiny
 
 CONFIG = tiny()
 WEIGHTS = dict(synthetic_tensors(CONFIG))
-EXAMPLES = 1000 if settings.get_current_profile_name() == "explore" else 100
+EXAMPLES = 1000 if settings.get_current_profile_name() == "explore" else 40
 
 
 def reference(dtype: torch.dtype) -> ReferenceRunner:
