@@ -147,11 +147,20 @@ class RequestCache:
             for layer in range(config.num_hidden_layers)
         ]
         # A draft runs ahead of the committed tokens, and after that tokens may be taken back.
-        self.draft = SlidingCache(window, size + max_draft_tokens)
+        self.draft = SlidingCache(window, bounded + max_draft_tokens)
+        self.max_length = max_length
 
     @property
     def length(self) -> int:
         return self.layers[0].length
+
+    def check_room(self, count: int) -> None:
+        """Raises: CacheError if `count` more tokens exceed `max_length`: the rings are no larger than that."""
+        if self.max_length is not None and self.length + count > self.max_length:
+            raise CacheError(
+                f"cache: {count} tokens behind {self.length} exceed max_length = {self.max_length}; "
+                f"make it with a larger max_length"
+            )
 
     @property
     def bytes(self) -> int:

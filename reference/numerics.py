@@ -6,9 +6,11 @@ Two implementations are only compared under the same `Numerics`. Source: text_mo
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args, get_type_hints
 
 import torch
+
+from reference.errors import ConfigError
 
 RopeDtype = Literal["float32", "rounded_table", "activation"]
 
@@ -47,9 +49,20 @@ class Numerics:
     # Which lanes of an index head are rotated when the checkpoint does not say: leading, tail, or refuse to guess.
     missing_indexer_rope_layout: Literal["refuse", "leading", "tail"] = "refuse"
 
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(Numerics).items():
+            allowed, value = get_args(hint), getattr(self, name)
+            if allowed and value not in allowed:
+                raise ConfigError(f"numerics: {name!r} must be {' or '.join(map(repr, allowed))}, found {value!r}")
+
     @classmethod
     def preset(cls, name: str) -> "Numerics":
-        """`default`, `transformers` (5.24, eager attention and experts, bit for bit) or `vllm` (0.33, its choices)."""
+        """`default`, `transformers` (5.24, eager attention and experts, bit for bit) or `vllm` (0.33, its choices).
+
+        Raises: ConfigError for another name.
+        """
+        if name not in PRESETS:
+            raise ConfigError(f"no numerics preset {name!r}; there are {', '.join(PRESETS)}")
         return PRESETS[name]
 
 

@@ -68,11 +68,12 @@ class Session:
         Returns logits [depth, vocab]; row s is for the token s + 1 places behind `next_token`.
         """
         state = self.request(request)
-        if state.hidden_TD is None or not 1 <= depth <= self.max_draft_tokens:
+        if state.hidden_TD is None or not state.token_ids or not 1 <= depth <= self.max_draft_tokens:
             raise CacheError(
-                f"cannot draft {depth} tokens for {request!r}: needs a model with a draft layer and a depth of 1 to "
-                f"max_draft_tokens = {self.max_draft_tokens}"
+                f"cannot draft {depth} tokens for {request!r} with {len(state.token_ids)} tokens: needs a model with a "
+                f"draft layer, a token to start from, and a depth of 1 to max_draft_tokens = {self.max_draft_tokens}"
             )
+        self._check_ids(request, (next_token, *forced))
         cache, device = state.cache, state.hidden_TD.device
         committed = len(state.token_ids)
         first = cache.draft.length
@@ -134,12 +135,13 @@ class Session:
                 raise CacheError(
                     f"request {item.request!r} would hold {length} tokens; max_length is {self.max_length}"
                 )
-            for token_id in item.token_ids:
-                if not 0 <= token_id < self.model.config.vocab_size:
-                    raise TokenIdError(
-                        f"request {item.request!r}: token id {token_id} is outside the vocabulary "
-                        f"(0 to {self.model.config.vocab_size - 1})"
-                    )
+            self._check_ids(item.request, item.token_ids)
+
+    def _check_ids(self, request: str, token_ids: Sequence[int]) -> None:
+        last = self.model.config.vocab_size - 1
+        for token_id in token_ids:
+            if not 0 <= token_id <= last:
+                raise TokenIdError(f"request {request!r}: token id {token_id} is outside the vocabulary (0 to {last})")
 
     def _run(self, item: StepItem) -> Tensor:
         model = self.model

@@ -139,7 +139,11 @@ class TextModel(nn.Module):
         return self.model.embed_tokens(token_ids_T)
 
     def hidden(self, embeddings_TD: Tensor, cache: RequestCache) -> Tensor:
-        """Run new tokens through all layers. Returns the state after the final norm, [T, D]."""
+        """Run new tokens through all layers. Returns the state after the final norm, [T, D].
+
+        Raises: CacheError if they exceed the cache's `max_length`, before any layer has run.
+        """
+        cache.check_room(len(embeddings_TD))
         hidden_TD = probe("embeddings", embeddings_TD)
         for index, layer_cache in enumerate(cache.layers):
             with scope(f"layers.{index}"):

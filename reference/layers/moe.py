@@ -67,7 +67,7 @@ class Router(nn.Module):
         super()._apply(fn, recurse)
         after = self.e_score_correction_bias.data
         if after.dtype != at_least_float32(after.dtype):
-            self.e_score_correction_bias.data = before.to(after.device)
+            self.e_score_correction_bias.data = before.to(after.device, at_least_float32(after.dtype))
         return self
 
 

@@ -206,21 +206,21 @@ def test_ids_outside_of_the_vocabulary_never_index_a_table(model, token_id):
         model.embed(torch.tensor([0, token_id]))
     session = Session(model)
     step(session, "a", 1, 2)
-    with pytest.raises(TokenIdError, match=f"has id {token_id}; ids must be 0 to 192"):
+    with pytest.raises(TokenIdError, match=rf"'a'.* {token_id} .*0 to 192"):
         session.draft("a", token_id, 2)
 
 
-@pytest.mark.xfail(strict=True, reason="a forced id that is refused leaves its predecessor's row in the draft cache")
 def test_a_refused_forced_draft_leaves_the_request_as_it_was(model):
     session = Session(model)
     step(session, "a", 1, 2, 3)
+    # The first draft runs all rows at once; from the second on only the newest, and bytes are owed.
+    session.draft("a", 7, 2)
     expected = session.draft("a", 7, 2)
     with pytest.raises(TokenIdError):
         session.draft("a", 9, 2, forced=(193,))
     assert torch.equal(session.draft("a", 7, 2), expected)
 
 
-@pytest.mark.xfail(strict=True, reason="the draft layer's inputs have no row then, and torch complains of their shapes")
 def test_a_draft_of_an_emptied_request_is_refused_by_name(model):
     session = Session(model)
     step(session, "a", 1, 2, 3)
@@ -377,8 +377,9 @@ def test_gradients_agree_with_finite_differences():
 
 
 @pytest.mark.parametrize("layer", [0, 1])
-def test_a_compiled_layer_equals_the_eager_one(model, layer):
+def test_a_compiled_layer_equals_the_eager_one(layer):
     """Owes bytes: backend "eager" runs the captured operations as they are. Two steps, so that the cache is read."""
+    model = random_model(dataclasses.replace(CONFIG, n_routed_experts=4)).requires_grad_(False)
     eager = model.model.layers[layer]
     compiled = torch.compile(eager, backend="eager")
     x_TD = torch.randn(9, CONFIG.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -437,7 +438,6 @@ def test_c21_the_correction_bias_follows_to_float64():
     assert torch.equal(router.e_score_correction_bias, BIASES.double())
 
 
-@pytest.mark.xfail(strict=True, reason="the bias keeps the dtype it had before the cast, float64 here")
 def test_c21_a_float64_model_cast_to_bfloat16_has_float32_biases():
     assert router_with_close_biases().double().bfloat16().e_score_correction_bias.dtype == torch.float32
 
