@@ -1,0 +1,392 @@
+"""A report as flat records: one a fact. Every format is written from these and computes nothing.
+
+`from_findings` builds them from a check, a comparison or a diagnosis. Errors are relative (norm of the difference over
+norm of the true row, worst row); `noise` is the measured floor of that row, `ratio` = error / noise, and `limit` is the
+largest ratio that counts as noise. Without rounding (level `exact`) the noise is the constant limit and `limit` is 1.
+
+A report whose totals do not add up, or whose verdict does not follow from its rows, cannot be built.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from parity.detail import Detail
+from parity.errors import ParityError
+from parity.schema import dataflow_key, layer_of
+
+Command = Literal["check", "compare", "diagnose"]
+ReportVerdict = Literal["agrees", "different", "nothing compared"]
+TriedVerdict = Literal["explains", "helps", "does not help"]
+
+
+class ReportError(ParityError):
+    """The records of a report contradict each other, or a report cannot be written where it was asked to be."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A row: request, absolute position, and how often that position had run before."""
+
+    request: str
+    position: int
+    occurrence: int
+
+    def __str__(self) -> str:
+        again = f", run {self.occurrence + 1}" if self.occurrence else ""
+        return f"request {self.request} position {self.position}{again}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor of one workload in one view at one level; `rows` and `elements` were compared.
+
+    `layer`: `0`, `1`, … or the part outside the layers, such as `logits`. `largest`: absolute difference.
+    """
+
+    level: str
+    view: str
+    workload: str
+    seed: int
+    layer: str
+    tensor: str
+    verdict: str
+    error: float
+    noise: float
+    ratio: float
+    limit: float
+    largest: float
+    rows: int
+    elements: int
+    missing_rows: int
+    place: Place | None
+    first_bad: Place | None
+
+    @property
+    def excess(self) -> float:
+        """Error in units of what is allowed: above 1 is different."""
+        return self.ratio / self.limit if self.limit else 0.0
+
+    @property
+    def is_different(self) -> bool:
+        return self.verdict == "different"
+
+    @property
+    def is_exact(self) -> bool:
+        """Judged without rounding, against a constant."""
+        return self.limit == 1.0
+
+    @property
+    def amount(self) -> str:
+        """The error beside its limit, in units of noise or, without rounding, as they are."""
+        if self.verdict == "missing":
+            return "missing"
+        if self.is_exact:
+            return f"{number(self.error)} of {self.noise:.0e}"
+        return f"{times(self.ratio)} of {times(self.limit)}"
+
+    @property
+    def phrase(self) -> str:
+        """The same in words, for a sentence."""
+        if self.is_exact:
+            return f"{self.view} error {number(self.error)} (limit {self.noise:.0e})"
+        return f"{self.view} error {times(self.ratio)} noise (limit {times(self.limit)})"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A row in which the two sides choose differently. `gap` and `noise` are in units of the scores."""
+
+    level: str
+    view: str
+    workload: str
+    seed: int
+    layer: str
+    tensor: str
+    verdict: str
+    place: Place
+    only_expected: tuple[int, ...]
+    only_actual: tuple[int, ...]
+    gap: float
+    noise: float
+
+    @property
+    def is_different(self) -> bool:
+        return self.verdict == "flip"
+
+    @property
+    def phrase(self) -> str:
+        return (
+            f"chooses {_ids(self.only_actual)} in place of {_ids(self.only_expected)}: "
+            f"score gap {number(self.gap)}, noise {number(self.noise)}"
+        )
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Counted where the findings were made. `missing` tensors are no part of `tensors` and `elements`."""
+
+    workloads: int
+    tensors: int
+    elements: int
+    bitwise_equal: int
+    different: int
+    missing: int
+    choice_rows: int
+    ties: int
+    near_ties: int
+    flips: int
+
+
+@dataclass(frozen=True)
+class LevelRow:
+    """What the rows of one level amount to."""
+
+    level: str
+    verdict: ReportVerdict
+    tensors: int
+    bitwise_equal: int
+    worst: Row | None
+    ties: int
+    near_ties: int
+    flips: int
+
+    @property
+    def bitwise_percent(self) -> float:
+        return 100.0 * self.bitwise_equal / max(1, self.tensors)
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """One layer at one level: its worst tensor over all workloads and views, and the error of its output in two views.
+
+    `arrives`: cascade, the error behind the layer when both run freely. `added`: isolated, the error behind the layer
+    when the expected side starts it from the same input. None: not compared in that view.
+    """
+
+    level: str
+    layer: str
+    kind: str
+    worst: Row
+    arrives: Row | None
+    added: Row | None
+    different: int
+
+
+@dataclass(frozen=True)
+class Tried:
+    """A hypothesis: faults, what they do wrong, and what is left of the difference with them.
+
+    `residual` is the worst error in units of its limit, at most 1 if nothing is left. `blamed` counts the tensors and
+    choices, by name, that are still outside the noise.
+    """
+
+    faults: tuple[str, ...]
+    says: tuple[str, ...]
+    verdict: TriedVerdict
+    residual: float
+    blamed: int
+
+    @property
+    def name(self) -> str:
+        return " + ".join(self.faults)
+
+
+@dataclass(frozen=True)
+class FaultFinding:
+    """The answer of a diagnosis. `explanations` leave nothing, best first; `closest` leave the least of the others.
+
+    `equivalents` cannot be told apart from the first explanation by this workload. `…_before`: without any fault.
+    """
+
+    verdict: Literal["agrees", "explained", "unknown"]
+    coverage: str
+    residual_before: float
+    blamed_before: int
+    explanations: tuple[Tried, ...]
+    equivalents: tuple[tuple[str, ...], ...]
+    closest: tuple[Tried, ...]
+    tried: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """`again` repeats the run, `next` is the command to run after it ("" where there is none).
+
+    `kinds` names the kind of each layer where the model is known: {"0": "full, dense"}. Raises: ReportError.
+    """
+
+    command: Command
+    expected: str
+    actual: str
+    verdict: ReportVerdict
+    first: Row | Choice | None
+    rows: tuple[Row, ...]
+    choices: tuple[Choice, ...]
+    skipped: tuple[str, ...]
+    totals: Totals
+    again: str
+    next: str = ""
+    kinds: dict[str, str] = field(default_factory=dict)
+    fault: FaultFinding | None = None
+    detail: Detail = field(default_factory=Detail)
+
+    def __post_init__(self) -> None:
+        for what, stated, counted in _sums(self):
+            if stated != counted:
+                raise ReportError(f"report: {what}: the totals say {stated}, the records add up to {counted}")
+        owed = _owed_verdict(self.rows, self.choices)
+        if self.verdict != owed:
+            raise ReportError(f"report: the verdict is {self.verdict!r}, its records make it {owed!r}")
+        if (self.first is not None) != (owed == "different") or (self.first and not self.first.is_different):
+            raise ReportError(f"report: {owed}, but the first difference is {self.first}")
+        if self.fault and (self.fault.verdict == "agrees") != (owed != "different"):
+            raise ReportError(f"report: {owed}, but the diagnosis says {self.fault.verdict!r}")
+
+    @property
+    def headline(self) -> str:
+        """The verdict and the number that decided it, in one line."""
+        if self.verdict == "nothing compared":
+            return "NOTHING COMPARED  no tensor has the same name on both sides"
+        if self.first is not None:
+            return f"DIFFERENT  {self.first.tensor}  {self.first.phrase}{_where(self.first)}"
+        totals, worst = self.totals, self.worst
+        assert worst is not None
+        return (
+            f"AGREES  {self.actual} with {self.expected}: {totals.tensors:,} tensors, {totals.elements:,} elements, "
+            f"{totals.workloads} workload{'s' * (totals.workloads != 1)}; worst {worst.amount} at {worst.tensor}"
+        )
+
+    @cached_property
+    def worst(self) -> Row | None:
+        """The row that comes closest to its limit, or goes furthest beyond it."""
+        return max(self.compared, key=lambda row: row.excess, default=None)
+
+    @cached_property
+    def compared(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.verdict != "missing")
+
+    @cached_property
+    def blamed(self) -> tuple[Row, ...]:
+        """Rows outside the noise in the level and view of the first difference, in dataflow order."""
+        rows = [row for row in self.rows if row.is_different and self.first and _same_run(row, self.first)]
+        return tuple(sorted(rows, key=lambda row: dataflow_key(row.tensor)))
+
+    @cached_property
+    def levels(self) -> tuple[LevelRow, ...]:
+        return tuple(self._level(level) for level in dict.fromkeys(row.level for row in self.rows))
+
+    @cached_property
+    def layers(self) -> tuple[LayerRow, ...]:
+        """By level, then in dataflow order."""
+        groups: dict[tuple[str, str], list[Row]] = {}
+        for level in self.levels:
+            rows = [row for row in self.compared if row.level == level.level]
+            for row in sorted(rows, key=lambda row: dataflow_key(row.tensor)):
+                groups.setdefault((level.level, row.layer), []).append(row)
+        return tuple(self._layer(level, layer, rows) for (level, layer), rows in groups.items())
+
+    @cached_property
+    def tensors(self) -> tuple[Row, ...]:
+        """The worst row of each tensor, by level and view, in dataflow order."""
+        worst: dict[tuple[str, str, str], Row] = {}
+        for row in self.compared:
+            key = row.level, row.view, row.tensor
+            if key not in worst or row.excess > worst[key].excess:
+                worst[key] = row
+        levels = [level.level for level in self.levels]
+        return tuple(
+            sorted(worst.values(), key=lambda row: (levels.index(row.level), dataflow_key(row.tensor), row.view))
+        )
+
+    def layer_title(self, layer: str) -> str:
+        return f"{layer:>2} {self.kinds[layer]}" if layer in self.kinds else f"{layer:>2}"
+
+    def _level(self, level: str) -> LevelRow:
+        rows = [row for row in self.compared if row.level == level]
+        choices = [choice for choice in self.choices if choice.level == level]
+        verdicts = Counter(choice.verdict for choice in choices)
+        return LevelRow(
+            level,
+            _owed_verdict(rows, choices),
+            len(rows),
+            sum(row.verdict == "bitwise equal" for row in rows),
+            max(rows, key=lambda row: row.excess, default=None),
+            verdicts["tie"],
+            verdicts["near tie"],
+            verdicts["flip"],
+        )
+
+    def _layer(self, level: str, layer: str, rows: list[Row]) -> LayerRow:
+        outputs = [row for row in rows if row.tensor in (f"layers.{layer}.output", layer)]
+        by_view = {view: [row for row in outputs if row.view == view] for view in ("cascade", "isolated")}
+        arrives, added = (max(found, key=lambda row: row.error, default=None) for found in by_view.values())
+        worst = max(rows, key=lambda row: row.excess)
+        return LayerRow(
+            level, layer, self.kinds.get(layer, ""), worst, arrives, added, sum(row.is_different for row in rows)
+        )
+
+
+def layer_group(tensor: str) -> str:
+    """`layers.3.attn.gate` belongs to `3`, what is outside the layers to the first part of its name."""
+    layer = layer_of(tensor)
+    return tensor.partition(".")[0] if layer is None else str(layer)
+
+
+def number(value: float) -> str:
+    """Three digits; an exact zero is `0`."""
+    return "0" if value == 0 else f"{value:.2e}"
+
+
+def times(value: float) -> str:
+    """`1.3x`; three digits below 1000, `1.23e+04x` above; an exact zero is `0x`."""
+    if value == 0:
+        return "0x"
+    return f"{value:.1f}x" if 0.05 <= value < 1000 else f"{value:.2g}x" if value < 0.05 else f"{value:.2e}x"
+
+
+def _ids(ids: tuple[int, ...]) -> str:
+    """A long list is cut, and says how long it was."""
+    shown = ", ".join(str(one) for one in ids[:6])
+    return f"[{shown}]" if len(ids) <= 6 else f"[{shown}, … {len(ids)} in all]"
+
+
+def _where(first: Row | Choice) -> str:
+    if isinstance(first, Choice):
+        return f"  at {first.place}"
+    return f"  bad from {first.first_bad}" if first.first_bad else ""
+
+
+def _same_run(row: Row, first: Row | Choice) -> bool:
+    return (row.level, row.view, row.workload, row.seed) == (first.level, first.view, first.workload, first.seed)
+
+
+def _owed_verdict(rows: Iterable[Row], choices: Iterable[Choice]) -> ReportVerdict:
+    verdicts = {row.verdict for row in rows} - {"missing"}
+    if "different" in verdicts or any(choice.is_different for choice in choices):
+        return "different"
+    return "agrees" if verdicts else "nothing compared"
+
+
+def _sums(report: Report) -> Iterable[tuple[str, int, int]]:
+    """What the totals state beside what the records add up to."""
+    totals = report.totals
+    compared = report.compared
+    verdicts = Counter(row.verdict for row in report.rows)
+    choices = Counter(choice.verdict for choice in report.choices)
+    yield "tensors", totals.tensors, len(compared)
+    yield "elements", totals.elements, sum(row.elements for row in compared)
+    yield "bitwise equal", totals.bitwise_equal, verdicts["bitwise equal"]
+    yield "different", totals.different, verdicts["different"]
+    yield "missing", totals.missing, verdicts["missing"]
+    yield "workloads", totals.workloads, len({(row.workload, row.seed) for row in report.rows})
+    yield "ties", totals.ties, choices["tie"]
+    yield "near ties", totals.near_ties, choices["near tie"]
+    yield "flips", totals.flips, choices["flip"]
+    yield "choices", totals.ties + totals.near_ties + totals.flips, len(report.choices)
+    exchanged = len({(c.level, c.workload, c.seed, c.tensor, c.place) for c in report.choices})
+    yield "rows of choices that differ", min(totals.choice_rows, exchanged), exchanged
