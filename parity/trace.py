@@ -1,6 +1,6 @@
 """A trace: the named tensors of one run, each row keyed by request and absolute position.
 
-In memory, or as a folder with `manifest.json` and safetensors files that are read lazily, one tensor at a time.
+In memory, or as a folder with `manifest.json` and safetensors files (`trace_file`), read lazily, one tensor at a time.
 A row is identified by (request, position, occurrence): after drafts are taken back, the same position runs again and
 counts as its next occurrence. Draft steps have their own names (`mtp.{s}.…`).
 """
@@ -10,13 +10,16 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import groupby
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from parity.schema import dataflow_key
-from reference.probe import Rows
+
+if TYPE_CHECKING:
+    from reference.probe import Rows
 
 RowKey = tuple[int, int]  # (absolute position, occurrence)
 
@@ -43,7 +46,7 @@ class Entry:
     request: str
     action: int
     kind: str
-    positions: tuple[int, ...]
+    positions: Sequence[int]
     source: Source
 
 
@@ -75,14 +78,61 @@ class Trace:
         for group in self._entries.values():
             yield from group
 
+    def of(self, name: str, request: str) -> Sequence[Entry]:
+        """The entries of one name and request, in the order of their computation."""
+        return self._entries.get((name, request), ())
+
     def has(self, name: str, request: str) -> bool:
         return (name, request) in self._entries
+
+    def keys(self, name: str, request: str) -> tuple[RowKey, ...]:
+        """The row keys of a table, without its values."""
+        return tuple(_row_keys(self._entries[name, request]))
 
     def table(self, name: str, request: str) -> Table:
         """Loads the rows of one name and request. [T, S] scores are padded with -inf to the widest step."""
         entries = self._entries[name, request]
         tensors = [entry.source.load() for entry in entries]
         return Table(tuple(_row_keys(entries)), torch.cat(_equally_wide(tensors)))
+
+
+def row_blocks(
+    expected: Trace, actual: Trace, name: str, request: str, max_bytes: int = 64 * 2**20
+) -> Iterator[tuple[Tensor, Tensor, tuple[RowKey, ...]]]:
+    """The rows that both have, in the order of `expected`, at most `max_bytes` of `expected` at a time.
+
+    Yields values of expected and actual, equally wide, and the rows' keys. No table is ever whole in memory.
+    """
+    places = {key: (entry, row) for entry, row, key in _places(actual, name, request)}
+    own = ((entry, row, key) for entry, row, key in _places(expected, name, request) if key in places)
+    for entry, group in groupby(own, key=lambda place: place[0]):
+        rows = list(group)
+        values = entry.source.load()
+        step = max(1, max_bytes * len(values) // max(1, values.nbytes))
+        for start in range(0, len(rows), step):
+            block = rows[start : start + step]
+            left = values[torch.tensor([row for _, row, _ in block], dtype=torch.long)]
+            right = _gathered([places[key] for _, _, key in block])
+            left, right = _equally_wide([left, right])
+            yield left, right, tuple(key for _, _, key in block)
+
+
+def _places(trace: Trace, name: str, request: str) -> Iterator[tuple[Entry, int, RowKey]]:
+    """Where each row is: entry, row in it, key."""
+    if not trace.has(name, request):
+        return
+    keys = iter(trace.keys(name, request))
+    for entry in trace.of(name, request):
+        for row in range(len(entry.positions)):
+            yield entry, row, next(keys)
+
+
+def _gathered(places: Sequence[tuple[Entry, int]]) -> Tensor:
+    """These rows of these entries, in this order; each run of rows of one entry is read at once."""
+    parts = []
+    for entry, group in groupby(places, key=lambda place: place[0]):
+        parts.append(entry.source.load()[torch.tensor([row for _, row in group], dtype=torch.long)])
+    return torch.cat(_equally_wide(parts))
 
 
 def _row_keys(entries: Sequence[Entry]) -> Iterator[RowKey]:
@@ -134,8 +184,12 @@ class TraceRecorder:
         if rows is not None and any(fnmatch.fnmatchcase(name, pattern) for pattern in self._patterns):
             positions = tuple(rows.positions.tolist())
             clone = InMemory(value.detach().clone())
-            self._entries.append(Entry(name, rows.request, self.action, rows.kind, positions, clone))
+            self.keep(Entry(name, rows.request, self.action, rows.kind, positions, clone))
         return value
+
+    def keep(self, entry: Entry) -> None:
+        """What becomes of an entry: a list here, a file in `trace_file.TraceWriter`."""
+        self._entries.append(entry)
 
     def trace(self) -> Trace:
         return Trace(self._entries, self._producer)
