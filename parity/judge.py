@@ -16,6 +16,7 @@ import torch
 from parity.findings import ChoiceResult, Place, ProbeResult, Verdict, View
 from parity.replay import ChoiceReplay, Exchange, Given, is_layer_boundary
 from parity.rounding import RoundingDraw
+from parity.router_order import in_order_of_ids
 from parity.run import traced
 from parity.runners.reference import ReferenceRunner
 from parity.schema import decided_by, layer_of, pattern_of, spec_of
@@ -28,7 +29,7 @@ from parity.tolerance import (
     noise_limit,
     row_errors,
 )
-from parity.trace import Table, Trace, common_rows
+from parity.trace import Trace, common_rows
 from parity.workload import Workload
 
 Reference = Callable[[torch.dtype], ReferenceRunner]
@@ -137,8 +138,8 @@ class Judge:
             empty = torch.zeros(0, dtype=torch.float64)
             missing = sum(len(trace.table(name, request).keys) for trace in sides)
             return _Part([], RowErrors(empty, empty, 0), empty, empty, False, missing)
-        expected = _in_order_of_ids(name, request, truth)
-        actual = _in_order_of_ids(name, request, self.candidate)
+        expected = in_order_of_ids(name, request, truth)
+        actual = in_order_of_ids(name, request, self.candidate)
         expected_RX, actual_RX, keys, missing = common_rows(expected, actual)
         rows = [Place(request, position, occurrence) for position, occurrence in keys]
         errors = row_errors(actual_RX, expected_RX)
@@ -149,15 +150,15 @@ class Judge:
         row_of = {key: row for row, key in enumerate(expected.keys)}
         selected = torch.tensor([row_of[key] for key in keys], dtype=torch.long)
         floor = self._floor(name, request)
-        plain = _in_order_of_ids(name, request, self._draws[0]).values[selected]
+        plain = in_order_of_ids(name, request, self._draws[0]).values[selected]
         is_equal = plain.shape == actual_RX.shape and torch.equal(plain.to(actual_RX.dtype), actual_RX)
         limits = floor.limits(self._limit(floor.spread))[selected]
         return _Part(rows, errors, floor.noise[selected], limits, is_equal, missing)
 
     def _floor(self, name: str, request: str) -> Floor:
         if (name, request) not in self._floors:
-            truth = _in_order_of_ids(name, request, self.truth)
-            draws = [_in_order_of_ids(name, request, draw).values for draw in self._draws]
+            truth = in_order_of_ids(name, request, self.truth)
+            draws = [in_order_of_ids(name, request, draw).values for draw in self._draws]
             self._floors[name, request] = floor_of(draws, truth.values, self._rounded_to(name))
         return self._floors[name, request]
 
@@ -217,13 +218,3 @@ def has_own_input(name: str, recorded: set[str]) -> bool:
         return "final_norm" in recorded
     step = name.removeprefix("mtp.").partition(".")[0]
     return not name.startswith("mtp.") or f"mtp.{step}.fused" in recorded
-
-
-def _in_order_of_ids(name: str, request: str, trace: Trace) -> Table:
-    """The table of a name; router weights in the order of ascending expert ids, in which they can be compared."""
-    table = trace.table(name, request)
-    ids_name = name.removesuffix("weights") + "expert_ids"
-    if not name.endswith("router.weights") or not trace.has(ids_name, request):
-        return table
-    order = trace.table(ids_name, request).values.argsort(dim=-1)
-    return Table(table.keys, table.values.gather(-1, order))
