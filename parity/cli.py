@@ -23,8 +23,10 @@ import typer
 from typer.core import TyperGroup
 
 from parity import DISTRIBUTION
+from parity.cli_traces import compare, diagnose, drift, golden
 from parity.errors import ParityError
 from parity.origin import check_origin
+from parity.report.options import HtmlFile, JsonFile, JunitFile, MarkdownFile
 
 EXIT_AGREES = 0
 EXIT_DISAGREES = 1
@@ -158,6 +160,10 @@ def check(
     drawn: Annotated[int, typer.Option(min=0, help="Random workloads beside the boundary ones.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of weights, tokens and random workloads.")] = 0,
     verbose: Annotated[bool, typer.Option(help="Every tensor, not only the worst of each layer.")] = False,
+    json: JsonFile = None,
+    junit: JunitFile = None,
+    markdown: MarkdownFile = None,
+    html: HtmlFile = None,
 ) -> None:
     """Does the reference agree with transformers on the same checkpoint?
 
@@ -166,8 +172,10 @@ def check(
     """
     from parity.check import LEVELS
     from parity.oracle_check import check_against_transformers, synthetic_checkpoint
-    from parity.report.check_text import print_check
+    from parity.report.check_text import print_check_report
+    from parity.report.from_findings import layer_kinds, report_of_check
     from parity.report.terminal import progress_lines, terminal
+    from parity.report.write import write_reports
     from parity.workload import Workload, WorkloadError
 
     levels = [known for known in LEVELS if known in (level or LEVELS)]
@@ -175,11 +183,14 @@ def check(
         raise WorkloadError(f"--level must be one of {', '.join(LEVELS)}, found {', '.join(level or [])}")
     workloads = [Workload.parse(workload, seed)] if workload else None
     with synthetic_checkpoint(seed) if folder is None else nullcontext(folder) as where, progress_lines() as progress:
-        report, config = check_against_transformers(where, workloads, levels, drawn, seed, progress)
-    print_check(report, config.text, terminal(), verbose)
-    if not report.compared:
+        found, config = check_against_transformers(where, workloads, levels, drawn, seed, progress)
+    command = f"note-parity check {folder}" if folder else "note-parity check"
+    report = report_of_check(found, layer_kinds(config.text), command)
+    write_reports(report, json, junit, markdown, html)
+    print_check_report(report, terminal(), verbose)
+    if not found.compared:
         raise typer.Exit(EXIT_UNUSABLE)
-    raise typer.Exit(EXIT_DISAGREES if report.first_different else EXIT_AGREES)
+    raise typer.Exit(EXIT_DISAGREES if found.first_different else EXIT_AGREES)
 
 
 @app.command()
@@ -204,6 +215,10 @@ def faults(
         print_fault(chosen[0], terminal())
     else:
         print_catalogue(terminal())
+
+
+for command in (golden, compare, diagnose, drift):
+    app.command()(command)
 
 
 def main() -> None:

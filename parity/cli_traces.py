@@ -1,0 +1,129 @@
+"""The subcommands on goldens and dumps: `golden`, `compare`, `diagnose`, `drift`. How one is written: `cli`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from parity.report.options import HtmlFile, JsonFile, JunitFile, MarkdownFile
+
+EXIT_AGREES, EXIT_DISAGREES, EXIT_UNUSABLE = 0, 1, 2
+
+GoldenArgument = Annotated[
+    str, typer.Argument(metavar="GOLDEN", help="A golden folder, or `tiny`, which ships with the package.")
+]
+DumpArgument = Annotated[Path, typer.Argument(metavar="DUMP", help="A dump folder; how to write one: docs/dumps.md.")]
+CheckpointOption = Annotated[
+    Path | None, typer.Option(metavar="FOLDER", help="The golden's weights, if they are not synthetic.")
+]
+VerboseOption = Annotated[bool, typer.Option(help="Every tensor.")]
+
+
+def golden(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint folder; may exceed memory.")],
+    target: Annotated[Path, typer.Argument(metavar="FOLDER", help="The golden to write, or to go on with.")],
+    workload: Annotated[str, typer.Option(metavar="LINE", help="What to run, such as 'p:a20 d:a v:a4 t:a2 d:a'.")],
+    seed: Annotated[int, typer.Option(help="Seed of the tokens.")] = 0,
+    name: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Tensors to keep; may be repeated.")] = None,
+) -> None:
+    """Record truths, noise floors and margins of a checkpoint, layer by layer; an interrupted export goes on."""
+    from parity.golden import make_golden
+    from parity.report.terminal import progress_lines
+    from parity.workload import Workload
+
+    with progress_lines() as progress:
+        made = make_golden(
+            checkpoint, target, Workload.parse(workload, seed), names=tuple(name or ("*",)), progress=progress
+        )
+    typer.echo(f"wrote {target}: {len(made.names())} tensors")
+
+
+def compare(
+    expected: GoldenArgument,
+    actual: DumpArgument,
+    verbose: VerboseOption = False,
+    json: JsonFile = None,
+    junit: JunitFile = None,
+    markdown: MarkdownFile = None,
+    html: HtmlFile = None,
+) -> None:
+    """Does a recorded run agree with a golden? Runs no model."""
+    from parity.golden_compare import compare_to_golden
+    from parity.golden_file import Golden
+    from parity.report.compare_text import print_comparison
+    from parity.report.from_findings import layer_kinds, report_of_comparison
+    from parity.report.terminal import terminal
+    from parity.report.write import write_reports
+    from parity.trace_file import open_trace
+    from reference.config import NoteConfig
+
+    golden = Golden.open(expected)
+    comparison = compare_to_golden(golden, open_trace(actual))
+    kinds = layer_kinds(NoteConfig.from_json(golden.record.config).text)
+    report = report_of_comparison(comparison, golden.workload, golden.record.dtype, expected, str(actual), kinds)
+    write_reports(report, json, junit, markdown, html)
+    print_comparison(report, terminal(), verbose)
+    if not comparison.compared:
+        raise typer.Exit(EXIT_UNUSABLE)
+    raise typer.Exit(EXIT_DISAGREES if comparison.is_different else EXIT_AGREES)
+
+
+def diagnose(
+    expected: GoldenArgument,
+    actual: DumpArgument,
+    checkpoint: CheckpointOption = None,
+    verbose: VerboseOption = False,
+    json: JsonFile = None,
+    junit: JunitFile = None,
+    markdown: MarkdownFile = None,
+    html: HtmlFile = None,
+) -> None:
+    """Which known mistake explains the difference? Applies each to the reference and sees whether it vanishes."""
+    from parity.diagnose import diagnose as diagnosed
+    from parity.faults.catalogue import CATALOGUE
+    from parity.golden_file import Golden
+    from parity.golden_reference import reference_of
+    from parity.report.diagnosis_text import print_diagnosis
+    from parity.report.from_findings import layer_kinds, report_of_diagnosis
+    from parity.report.terminal import progress_lines, terminal
+    from parity.report.write import write_reports
+    from parity.trace_file import open_trace
+
+    golden = Golden.open(expected)
+    reference = reference_of(golden, checkpoint)
+    with progress_lines() as progress:
+        diagnosis = diagnosed(
+            reference, open_trace(actual), golden.dtype, golden.workload, CATALOGUE.values(), progress=progress
+        )
+    kinds = layer_kinds(reference.config.text)
+    report = report_of_diagnosis(
+        diagnosis, golden.workload, golden.record.dtype, expected, str(actual), CATALOGUE, kinds
+    )
+    write_reports(report, json, junit, markdown, html)
+    print_diagnosis(report, terminal(), verbose)
+    if not diagnosis.before.compared:
+        raise typer.Exit(EXIT_UNUSABLE)
+    raise typer.Exit(EXIT_AGREES if diagnosis.verdict == "agrees" else EXIT_DISAGREES)
+
+
+def drift(
+    seed: Annotated[int, typer.Option(help="Seed of weights and tokens.")] = 0,
+    json: JsonFile = None,
+    html: HtmlFile = None,
+) -> None:
+    """How rounding grows over depth and length in the tiny model: what arrives at each layer, and what it adds."""
+    from parity.drift import drift as measured
+    from parity.report.drift_text import print_drift, write_drift
+    from parity.report.terminal import progress_lines, terminal
+    from parity.runners.reference import ReferenceRunner
+    from reference.checkpoint import synthetic_tensors
+    from reference.config import tiny
+
+    config = tiny()
+    weights = dict(synthetic_tensors(config, seed))
+    with progress_lines() as progress:
+        found = measured(lambda dtype: ReferenceRunner(config, weights, dtype), seed=seed, progress=progress)
+    print_drift(found, terminal())
+    write_drift(found, f"tiny, seed {seed}", json, html)

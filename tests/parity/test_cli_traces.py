@@ -1,0 +1,53 @@
+"""The commands on goldens and dumps, from a dump on disk to the verdict, the files and the exit code."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from parity.cli import EXIT_AGREES, EXIT_DISAGREES, EXIT_UNUSABLE, app
+from parity.faults.catalogue import CATALOGUE
+from parity.golden_file import Golden
+from parity.golden_reference import reference_of
+from parity.run import traced
+from parity.trace_file import write_trace
+
+
+@pytest.fixture(scope="module")
+def dumps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two ports record of the shipped golden's workload: a right one, and one with a fault."""
+    folder = tmp_path_factory.mktemp("dumps")
+    golden = Golden.open("tiny")
+    reference = reference_of(golden)
+    for name, faults in (("right", []), ("wrong", [CATALOGUE["swa_theta_on_full"]])):
+        write_trace(folder / name, traced(reference(torch.bfloat16, faults), golden.workload), torch.bfloat16)
+    return folder
+
+
+def test_a_right_dump_agrees(dumps: Path) -> None:
+    result = CliRunner().invoke(app, ["compare", "tiny", str(dumps / "right")])
+    assert (result.exit_code, result.output.split()[0]) == (EXIT_AGREES, "AGREES")
+
+
+def test_c74_one_command_finds_the_first_difference_and_writes_every_report(dumps: Path, tmp_path: Path) -> None:
+    files = {name: tmp_path / f"report.{name}" for name in ("json", "junit", "markdown", "html")}
+    options = [word for name, path in files.items() for word in (f"--{name}", str(path))]
+    result = CliRunner().invoke(app, ["compare", "tiny", str(dumps / "wrong"), *options])
+    assert result.exit_code == EXIT_DISAGREES
+    assert result.output.startswith("DIFFERENT  layers.0.attn.q_rope")
+    assert all(path.stat().st_size > 500 for path in files.values())
+    assert "note-parity diagnose" in result.output
+
+
+def test_the_fault_is_named_from_the_dump(dumps: Path) -> None:
+    result = CliRunner().invoke(app, ["diagnose", "tiny", str(dumps / "wrong")])
+    assert result.exit_code == EXIT_DISAGREES
+    assert "swa_theta_on_full explains it" in result.output
+
+
+def test_what_is_no_dump_is_unusable(tmp_path: Path) -> None:
+    for command in ("compare", "diagnose"):
+        result = CliRunner().invoke(app, [command, "tiny", str(tmp_path)])
+        assert result.exit_code == EXIT_UNUSABLE
+        assert "manifest.json" in result.output
