@@ -11,6 +11,7 @@ Source: text_model specification, section 13.
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +32,7 @@ class LatentRows:
     positions_S: Tensor
 
 
-class LayerCache:
+class LayerCache(ABC):
     """The rows of one layer. `length` counts the tokens seen, not the rows kept."""
 
     def __init__(self) -> None:
@@ -40,13 +41,13 @@ class LayerCache:
     def next_positions(self, count: int, device: torch.device) -> Tensor:
         return torch.arange(self.length, self.length + count, device=device)
 
+    @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """What is stored, by name."""
-        raise NotImplementedError
 
+    @abstractmethod
     def truncate(self, length: int) -> None:
         """Forget every token from position `length` on. Raises: CacheError if rows that are needed then are gone."""
-        raise NotImplementedError
 
     @property
     def bytes(self) -> int:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from parity.check import CheckReport
-from parity.report.from_findings import layer_kinds, report_of_check
 from parity.report.records import Report, Row, number
 from parity.report.tables import (
     choice_lines,
@@ -16,12 +14,6 @@ from parity.report.tables import (
     print_table,
     tensor_table,
 )
-from reference.config import TextConfig
-
-
-def print_check(report: CheckReport, config: TextConfig, console: Console, verbose: bool = False) -> None:
-    """`config` names the layers' kinds; `verbose` lists every tensor."""
-    print_check_report(report_of_check(report, layer_kinds(config)), console, verbose)
 
 
 def print_check_report(report: Report, console: Console, verbose: bool = False) -> None:
