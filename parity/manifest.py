@@ -9,6 +9,7 @@ How to write one: `docs/dumps.md`.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import re
 from collections import Counter
@@ -24,7 +25,7 @@ from pydantic import AfterValidator, Field, ValidationError, field_validator
 
 from parity.schema import PROBES, SCHEMA_VERSION, pattern_of, spec_of
 from parity.statistics import MAX_ELEMENTS, Record, Statistics
-from parity.workload import Workload
+from parity.workload import Workload, WorkloadError
 from reference.checkpoint.header import DTYPES, MAX_DIMS
 from reference.errors import NoteError
 
@@ -88,23 +89,42 @@ class Hashes(Record):
     inputs: Sha256 | None = None
 
 
+class ChosenToken(Record):
+    """A token id that the seed does not decide; `truncations`: how often the request was taken back before it."""
+
+    request: Name
+    position: Position
+    truncations: Annotated[int, Field(ge=0, lt=2**31)]
+    token_id: Annotated[int, Field(ge=0, lt=2**31)]
+
+
 class WorkloadLine(Record):
-    """What was run, in the one-line form of `parity.workload`, and the seed of its token ids."""
+    """What was run, in the one-line form of `parity.workload`, and its token ids: a seed, and those chosen."""
 
     text: Annotated[str, Field(min_length=1, max_length=100_000)]
     seed: int = 0
+    chosen: tuple[ChosenToken, ...] = ()
 
     @field_validator("text")
     @classmethod
     def _can_be_parsed(cls, text: str) -> str:
         try:
             Workload.parse(text)
-        except NoteError as error:
+        except WorkloadError as error:
             raise ValueError(str(error)) from error
         return text
 
+    @classmethod
+    def of(cls, workload: Workload) -> WorkloadLine:
+        chosen = tuple(
+            ChosenToken(request=request, position=position, truncations=epoch, token_id=token)
+            for (request, position, epoch), token in workload.chosen.items()
+        )
+        return cls(text=workload.text(), seed=workload.seed, chosen=chosen)
+
     def workload(self) -> Workload:
-        return Workload.parse(self.text, self.seed)
+        chosen = {(item.request, item.position, item.truncations): item.token_id for item in self.chosen}
+        return dataclasses.replace(Workload.parse(self.text, self.seed), chosen=chosen)
 
 
 class PositionRange(Record):

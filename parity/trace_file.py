@@ -223,7 +223,7 @@ class TraceWriter(TraceRecorder):
         self._maker, self._dtype = producer, dtype
         self._statistics_only = tuple(statistics_only)
         self._hashes, self._config = sha256 or Hashes(), config
-        self._line = WorkloadLine(text=workload.text(), seed=workload.seed) if workload else None
+        self._line = WorkloadLine.of(workload) if workload else None
         self._part_bytes = part_bytes
         self._pending: dict[str, Tensor] = {}
         self._pending_bytes = 0

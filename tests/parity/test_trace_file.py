@@ -1,5 +1,6 @@
 """Traces as folders: what is written is read, an interrupted run leaves nothing, a hostile folder is a DumpError."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -27,6 +28,7 @@ from parity.runners.reference import ReferenceRunner
 from parity.statistics import compare_statistics
 from parity.trace import Entry, InMemory, Trace, row_blocks
 from parity.trace_file import TraceWriter, open_dump, open_trace, write_trace
+from parity.workload import Workload
 
 MAKER = Producer(engine="reference", version="1", device="cpu")
 
@@ -57,6 +59,12 @@ def test_a_streamed_run_reads_back_bit_for_bit(tmp_path: Path) -> None:
     assert len(list((tmp_path / "dump").glob("part-*.safetensors"))) > 2
     assert same(writer.trace(), recorded())
     assert open_dump(tmp_path / "dump").manifest.workload.workload() == WORKLOAD
+
+
+def test_chosen_tokens_are_kept(tmp_path: Path) -> None:
+    workload = dataclasses.replace(Workload.parse("p:a3", seed=4), chosen={("a", 1, 0): 7})
+    write_trace(tmp_path / "dump", recorded("p:a3"), torch.float32, workload=workload)
+    assert open_dump(tmp_path / "dump").manifest.workload.workload() == workload
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn])
