@@ -30,6 +30,9 @@ Coverage = Literal["all probes", "layer outputs", "logits only"]
 FaultyReference = Callable[[torch.dtype, Sequence[Fault]], ReferenceRunner]
 # How many pairs of faults that help are tried when no single one explains everything.
 PAIRS = 20
+# A hypothesis is close that leaves this part of the worst error, or less; so many of them are judged again.
+CLOSE = 0.2
+JUDGED_AGAIN = 3
 MAX_EQUIVALENTS = 3
 
 
@@ -96,6 +99,7 @@ def diagnose(
         for fault in faults:
             progress(fault.id)
             experiment.run((fault,))
+        experiment.judge_closest_again(residual_before, draws, false_alarm_rate)
         if experiment.explanations():
             break
     else:
@@ -141,13 +145,39 @@ class _Experiment:
             # The fault's shapes do not fit this configuration or these recorded values: it is not what happened.
             self.tried[key] = Hypothesis(key, inf, frozenset(self._judge.names), inf)
             return
+        self._faults[key] = faults
+        self._remember(key, probes, choices, truth)
+
+    def judge_closest_again(self, residual_before: float, draws: int, false_alarm_rate: float) -> None:
+        """Hold what comes close against a floor of its own: a fault can make rounding larger than it is without.
+
+        Only the best few of those that leave a small part of the difference, where nothing explains all of it.
+        """
+        if self.explanations():
+            return
+        close = [h for h in self.sorted() if h.residual <= CLOSE * residual_before and h.faults in self._faults]
+        for hypothesis in close[:JUDGED_AGAIN]:
+            faults, old = self._faults[hypothesis.faults], self._judge
+            again = Judge(
+                lambda dtype, faults=faults: self._reference(dtype, faults),  # type: ignore[misc]
+                old.candidate,
+                old.dtype,
+                old.workload,
+                old.view,
+                draws,
+                false_alarm_rate,
+            )
+            self._remember(hypothesis.faults, again.probes(), again.choices(), again.truth)
+
+    def _remember(
+        self, key: tuple[str, ...], probes: list[ProbeResult], choices: list[ChoiceResult], truth: Trace
+    ) -> None:
         # A tensor that the hypothesis does not compute at all, and the candidate has, is not explained.
         blamed = frozenset(
             [probe.name for probe in probes if probe.verdict in ("different", "missing")]
             + [choice.name for choice in choices if choice.verdict == "flip"]
         )
         self.tried[key] = Hypothesis(key, _worst([*probes, *choices]), blamed, _weight(probes, choices))
-        self._faults[key] = faults
         if not blamed:
             self._truths[key] = truth
 
