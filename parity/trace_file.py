@@ -346,7 +346,9 @@ def _valid(entry_class: type[_EntryKind], **fields: Any) -> _EntryKind:
 
 def _said_of(entry: Entry, tensor: Tensor) -> dict[str, Any]:
     spec = spec_of(entry.name)
-    dims = spec.dims if spec else " ".join(["T", *(f"d{number}" for number in range(1, tensor.dim()))])
+    dims = " ".join(["T", *(f"d{number}" for number in range(1, tensor.dim()))])
+    if spec and len(spec.dims.split()) == tensor.dim():
+        dims = spec.dims
     positions = tuple(entry.positions)
     is_range = bool(positions) and positions == tuple(range(positions[0], positions[0] + len(positions)))
     return {
