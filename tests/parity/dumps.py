@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from parity.run import traced
@@ -64,3 +65,32 @@ def same(left: Trace, right: Trace) -> bool:
     return all(
         a.keys == b.keys and a.values.dtype == b.values.dtype and torch.equal(a.values, b.values) for a, b in tables
     )
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def places(value: object, path: tuple = ()) -> list[tuple]:
+    """The path of every value in a JSON document."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(place for key, inner in items for place in places(inner, (*path, key)))]
+
+
+@st.composite
+def damaged(draw: st.DrawFn, content: bytes) -> str:
+    """A JSON document in which one to three values are something else, or gone."""
+    document = json.loads(content)
+    for _ in range(draw(st.integers(1, 3))):
+        *parents, last = draw(st.sampled_from([place for place in places(document) if place]))
+        target = document
+        for step in parents:
+            target = target[step]
+        if draw(st.booleans()):
+            target[last] = draw(JSON)
+        else:
+            del target[last]
+    return json.dumps(document)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from dumps import CONFIG, WORKLOAD, edit_manifest, recorded, same, weights
+from dumps import CONFIG, WORKLOAD, damaged, edit_manifest, recorded, same, weights
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -316,34 +316,12 @@ def test_rows_of_one_name_must_be_alike(tmp_path: Path) -> None:
     assert "embeddings: F32 [1, 5] in action 1, F32 [1, 4] in 0" in refusal(tmp_path / "dump")
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-    max_leaves=6,
-)
-
-
-def _places(value: object, path: tuple = ()) -> list[tuple]:
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path, *(place for key, inner in items for place in _places(inner, (*path, key)))]
-
-
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_damage_to_a_manifest_opens_or_is_a_dump_error(dump: Path, data: st.DataObject) -> None:
     path = dump / "manifest.json"
     original = path.read_bytes()
-    manifest = json.loads(original)
-    for _ in range(data.draw(st.integers(1, 3))):
-        *parents, last = data.draw(st.sampled_from([place for place in _places(manifest) if place]))
-        target = manifest
-        for step in parents:
-            target = target[step]
-        if data.draw(st.booleans()):
-            target[last] = data.draw(JSON)
-        else:
-            del target[last]
-    path.write_text(json.dumps(manifest))
+    path.write_text(data.draw(damaged(original)))
     try:
         trace = open_trace(dump)
         for name in trace.names():
