@@ -23,7 +23,7 @@ import typer
 from typer.core import TyperGroup
 
 from parity import DISTRIBUTION
-from parity.cli_traces import compare, diagnose, drift, golden
+from parity.cli_traces import compare, diagnose, drift, golden, validate
 from parity.errors import ParityError
 from parity.origin import check_origin
 from parity.report.options import HtmlFile, JsonFile, JunitFile, MarkdownFile
@@ -217,7 +217,7 @@ def faults(
         print_catalogue(terminal())
 
 
-for command in (golden, compare, diagnose, drift):
+for command in (golden, validate, compare, diagnose, drift):
     app.command()(command)
 
 

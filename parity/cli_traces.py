@@ -1,4 +1,4 @@
-"""The subcommands on goldens and dumps: `golden`, `compare`, `diagnose`, `drift`. How one is written: `cli`."""
+"""The subcommands on goldens and dumps: `golden`, `validate`, `compare`, `diagnose`, `drift`. See `cli`."""
 
 from __future__ import annotations
 
@@ -38,6 +38,22 @@ def golden(
             checkpoint, target, Workload.parse(workload, seed), names=tuple(name or ("*",)), progress=progress
         )
     typer.echo(f"wrote {target}: {len(made.names())} tensors")
+
+
+def validate(dump: DumpArgument) -> None:
+    """Is a dump well formed, complete and plausible on its own? Lists what is not."""
+    from parity.validate import validate_dump
+
+    report = validate_dump(dump)
+    typer.echo(
+        f"{'VALID' if report.is_valid else 'INVALID'}  {report.path}: {report.tensors:,} tensors, "
+        f"{report.elements:,} elements, {report.statistics:,} by statistics only, {report.steps} steps, "
+        f"{len(report.requests)} requests"
+    )
+    for finding in report.findings:
+        names = f" {', '.join(finding.names[:4])}{', …' if len(finding.names) > 4 else ''}" if finding.names else ""
+        typer.echo(f"{finding.severity}: {finding.kind}:{names} {finding.message}")
+    raise typer.Exit(EXIT_AGREES if report.is_valid else EXIT_UNUSABLE)
 
 
 def compare(

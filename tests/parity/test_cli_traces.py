@@ -46,8 +46,13 @@ def test_the_fault_is_named_from_the_dump(dumps: Path) -> None:
     assert "swa_theta_on_full explains it" in result.output
 
 
+def test_a_dump_is_validated_by_itself(dumps: Path) -> None:
+    result = CliRunner().invoke(app, ["validate", str(dumps / "right")])
+    assert (result.exit_code, result.output.split()[0]) == (EXIT_AGREES, "VALID")
+
+
 def test_what_is_no_dump_is_unusable(tmp_path: Path) -> None:
-    for command in ("compare", "diagnose"):
-        result = CliRunner().invoke(app, [command, "tiny", str(tmp_path)])
+    for command in (["compare", "tiny"], ["diagnose", "tiny"], ["validate"]):
+        result = CliRunner().invoke(app, [*command, str(tmp_path)])
         assert result.exit_code == EXIT_UNUSABLE
         assert "manifest.json" in result.output
