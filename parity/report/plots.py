@@ -74,15 +74,18 @@ def _errors_by_layer(report: Report) -> Picture | None:
     def draw(axes: Sequence[Axes]) -> None:
         for axis, (level, rows) in zip(axes, by_level.items(), strict=True):
             series = [([row.arrives for row in rows], _CASCADE), ([row.added for row in rows], _ISOLATED)]
-            allowed = [row.added.noise * row.added.limit if row.added else None for row in rows]
+            judged = [row.added or row.arrives for row in rows]
+            allowed = [output.noise * output.limit if output else None for output in judged]
             errors = [output.error for outputs, _ in series for output in outputs if output]
             low, high = _log_range([*errors, *(value for value in allowed if value)])
             layers = [int(row.layer) for row in rows]
             for outputs, style in series:
+                if not any(outputs):
+                    continue
                 _line(axis, layers, [output.error if output else None for output in outputs], low, high, style)
             _crosses(axis, rows, low, high)
             if any(allowed):
-                _line(axis, layers, allowed, low, high, {**_LIMIT, "label": "isolated: limit of noise"})
+                _line(axis, layers, allowed, low, high, {**_LIMIT, "label": "limit"})
             _log_axis(axis, low, high)
             axis.set(title=level, xlabel="layer", ylabel="relative error of the layer's output")
             _whole_layers(axis, layers)
@@ -126,7 +129,8 @@ def _layers_in_words(level: str, rows: Sequence[LayerRow]) -> str:
 
 def _heat_map(heat: HeatMap) -> Picture:
     finite = [value for row in heat.values for value in row if value is not None]
-    low, high = _log_range(finite)
+    # Judged maps have a common scale: what is well within the limit is never dark.
+    low, high = _log_range(finite if heat.limit is None else [*finite, heat.limit / 10, heat.limit * 10])
 
     def draw(axes: Sequence[Axes]) -> None:
         axis = axes[0]
@@ -164,9 +168,8 @@ def _heat_map(heat: HeatMap) -> Picture:
         f"{number(worst[0])} at layer {worst[1]}, column {worst[2]}."
     )
     if heat.limit is not None:
-        alt += (
-            f" {sum(value > heat.limit for value in finite)} of {len(finite)} cells are different; they have a cross."
-        )
+        different = sum(value > heat.limit for value in finite)
+        alt += f" {different} of {len(finite)} cells are different{', marked by a cross' if different else ''}."
     return _picture(heat.title, alt, draw, height=1.6 + 0.24 * len(heat.layers))
 
 
@@ -335,10 +338,10 @@ def _line(
 
 
 def _log_range(values: Sequence[float]) -> tuple[float, float]:
-    """Whole decades around the positive finite values."""
+    """Whole decades around the positive finite values, and one below them for exact zeros."""
     positive = [value for value in values if 0 < value < math.inf] or [1.0]
-    low, high = (10.0 ** math.floor(math.log10(min(positive))), 10.0 ** math.ceil(math.log10(max(positive))))
-    return low, high if high > low else 10 * low
+    low, high = 10.0 ** math.floor(math.log10(min(positive))), 10.0 ** math.ceil(math.log10(max(positive)))
+    return low / 10 if 0 in values else low, high if high > low else 10 * low
 
 
 def _drawable(value: float, low: float, high: float) -> float:

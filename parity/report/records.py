@@ -162,7 +162,8 @@ class LevelRow:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One layer at one level: its worst tensor over all workloads and views, and the error of its output in two views.
+    """One layer at one level: its worst tensor over all workloads and views, and the error of its output in two views
+    of one workload, the one with the largest error in cascade.
 
     `arrives`: cascade, the error behind the layer when both run freely. `added`: isolated, the error behind the layer
     when the expected side starts it from the same input. None: not compared in that view.
@@ -273,7 +274,7 @@ class Report:
     @cached_property
     def blamed(self) -> tuple[Row, ...]:
         """Rows outside the noise in the level and view of the first difference, in dataflow order."""
-        rows = [row for row in self.rows if row.is_different and self.first and _same_run(row, self.first)]
+        rows = [row for row in self.rows if row.is_different and self.first and _is_blamed_with(row, self.first)]
         return tuple(sorted(rows, key=lambda row: dataflow_key(row.tensor)))
 
     @cached_property
@@ -323,8 +324,10 @@ class Report:
 
     def _layer(self, level: str, layer: str, rows: list[Row]) -> LayerRow:
         outputs = [row for row in rows if row.tensor in (f"layers.{layer}.output", layer)]
-        by_view = {view: [row for row in outputs if row.view == view] for view in ("cascade", "isolated")}
-        arrives, added = (max(found, key=lambda row: row.error, default=None) for found in by_view.values())
+        arrives = max((row for row in outputs if row.view == "cascade"), key=lambda row: row.error, default=None)
+        # Of the same run: side by side, two numbers of different workloads would say nothing.
+        alone = [row for row in outputs if row.view == "isolated" and (arrives is None or _is_same_run(row, arrives))]
+        added = max(alone, key=lambda row: row.error, default=None)
         worst = max(rows, key=lambda row: row.excess)
         return LayerRow(
             level, layer, self.kinds.get(layer, ""), worst, arrives, added, sum(row.is_different for row in rows)
@@ -361,8 +364,12 @@ def _where(first: Row | Choice) -> str:
     return f"  bad from {first.first_bad}" if first.first_bad else ""
 
 
-def _same_run(row: Row, first: Row | Choice) -> bool:
-    return (row.level, row.view, row.workload, row.seed) == (first.level, first.view, first.workload, first.seed)
+def _is_blamed_with(row: Row, first: Row | Choice) -> bool:
+    return row.view == first.view and _is_same_run(row, first)
+
+
+def _is_same_run(row: Row, other: Row | Choice) -> bool:
+    return (row.level, row.workload, row.seed) == (other.level, other.workload, other.seed)
 
 
 def _owed_verdict(rows: Iterable[Row], choices: Iterable[Choice]) -> ReportVerdict:

@@ -146,6 +146,16 @@ def test_what_arrives_and_what_is_added_stand_side_by_side() -> None:
     assert (logits.arrives, logits.layer) == (None, "logits")
 
 
+def test_the_two_views_of_a_layer_are_of_one_workload() -> None:
+    both = Comparison((probe("layers.0.output", 1.5, "cascade"), probe("layers.0.output", 1.0)), (), 0, 1e-6)
+    alone = Comparison((probe("layers.0.output", 2.0),), (), 0, 1e-6)
+    runs = (Run("bfloat16", WORKLOAD, both), Run("bfloat16", Workload.parse("p:a3", 1), alone))
+    (layer,) = report_of_check(CheckReport("reference", "port", runs, ())).layers
+    assert layer.arrives
+    assert layer.added
+    assert (layer.arrives.error, layer.added.error, layer.worst.ratio) == (1.5e-3, 1e-3, 2.0)
+
+
 @pytest.mark.parametrize(
     ("value", "text"), [(0.0, "0x"), (0.004, "0.004x"), (1.26, "1.3x"), (1234.0, "1.23e+03x"), (math.inf, "infx")]
 )
