@@ -4,12 +4,17 @@ Each example writes a checkpoint to disk and both sides load it with their own c
 
 exact      all rounding promoted to float64 in both: every value to 1e-10, every choice up to ties
 float32    within the noise floor measured for the same inputs
-bfloat16   under `Numerics.transformers`: bitwise equal, with two exceptions, both the order of a float32 sum
+bfloat16   under `Numerics.transformers`: bitwise equal, with four exceptions, each the order of a float32 sum
 
 The exceptions, and how each is shown to be nothing but an order:
 
+`attn.index.key`     torch's LayerNorm kernel for bfloat16 works in float32 too, but not in the order of its float32
+    kernel, which the reference uses: about one value in 10^5 is rounded the other way. With that kernel it has the
+    same bits.
 `attn.index.scores`  transformers keeps the rotated lanes of index queries and keys as [even | odd] and adds up a head's
     lanes in that order, in a product batched over the queries. A reference patched to do the same has the same bits.
+`ffn.routed`         transformers multiplies by an expert's gate and up projections at once. At odd sizes a product
+    with twice the columns may add up in another order: seen once in 500 models. With stacked weights: the same bits.
 `ffn.router.weights` are divided by their sum, which transformers takes in the order in which its unsorted top-k happens
     to return the experts. They stay within the rounding of that sum, and the run goes on with the oracle's.
 
@@ -20,6 +25,7 @@ import dataclasses
 import fnmatch
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -48,15 +54,20 @@ from parity.tolerance import EXACT_LIMIT
 from parity.trace import Trace, common_rows
 from parity.workload import Workload
 from reference.checkpoint import load_text_model, synthetic_tensors, write_checkpoint
-from reference.config import NoteConfig, TextConfig, slice_of, tiny
+from reference.config import MlaGeometry, NoteConfig, TextConfig, slice_of, tiny
 from reference.layers.indexer import Indexer
 from reference.layers.mla import SlidingAttention
+from reference.layers.mlp import Mlp
+from reference.layers.moe import Moe
+from reference.layers.norm import LayerNorm
 from reference.numerics import Numerics, at_least_float32
 
 pytest.importorskip("transformers", reason="the oracle needs transformers 5.24")
 
 NUMERICS = Numerics.preset("transformers")
+INDEX_KEY = "layers.{i}.attn.index.key"
 INDEX_SCORES = "layers.{i}.attn.index.scores"
+ROUTED = "layers.{i}.ffn.routed"
 ROUTER_WEIGHTS = "layers.{i}.ffn.router.weights"
 IS_EXPLORING = settings.get_current_profile_name() == "explore"
 
@@ -99,6 +110,49 @@ NEARLY_ALL_EXPERTS = tiny_case("p:a12 d:a", num_experts_per_tok=12)
 GROUPED = tiny_case("p:a12 d:a", n_group=7, topk_group=3, num_experts_per_tok=5)
 # The special tokens of the config lie outside of the vocabulary.
 SMALL_VOCABULARY = tiny_case("p:a5", vocab_size=2)
+# One lane of an index key all but cancels in the LayerNorm, where its two kernels are a bfloat16 step apart.
+CANCELLED_INDEX_KEY = Case(
+    dataclasses.replace(
+        tiny().text,
+        hidden_size=40,
+        vocab_size=47,
+        rms_norm_eps=1e-6,
+        num_hidden_layers=1,
+        layer_types=("full_attention",),
+        full=MlaGeometry(1, 1, 1, 1, 6, 1, 1e2, "headwise"),
+        sliding=MlaGeometry(1, 1, 1, 1, 2, 1, 1e2, "headwise"),
+        index_n_heads=8,
+        index_head_dim=9,
+    ),
+    Workload.parse("p:a4", seed=1),
+    seed=2,
+)
+
+
+# With these weights, three rows of an expert's up projection are not those of its product stacked with the gate's.
+STACKED_PROJECTIONS = Case(
+    dataclasses.replace(
+        tiny().text,
+        hidden_size=37,
+        vocab_size=59,
+        num_hidden_layers=3,
+        layer_types=("sliding_attention", "sliding_attention", "full_attention"),
+        full=MlaGeometry(2, 20, 17, 3, 8, 8, 8e7, "headwise"),
+        sliding=MlaGeometry(1, 1, 4, 4, 2, 7, 1e2, "headwise"),
+        sliding_window_size=1,
+        index_n_heads=8,
+        index_head_dim=8,
+        index_topk=5,
+        intermediate_size=27,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=19,
+        n_group=2,
+        topk_group=2,
+    ),
+    Workload.parse("p:b5", seed=246),
+    seed=24,
+)
 
 
 def past_cases(test: Callable) -> Callable:
@@ -109,6 +163,8 @@ def past_cases(test: Callable) -> Callable:
         NEARLY_ALL_EXPERTS,
         GROUPED,
         SMALL_VOCABULARY,
+        CANCELLED_INDEX_KEY,
+        STACKED_PROJECTIONS,
     ):
         test = example(case)(test)
     return test
@@ -187,14 +243,35 @@ def scores_in_oracle_order(indexer: Indexer, query_TIJ: Tensor, head_weights_TI:
     return (head_weights_TI.to(wide)[:, None] @ F.relu(dots_TIS))[:, 0]
 
 
+def layer_norm_in_oracle_order(norm: LayerNorm, x: Tensor) -> Tensor:
+    """`LayerNorm.forward` by the kernel of the stored dtype, which widens inside."""
+    return F.layer_norm(x, (x.shape[-1],), norm.weight, norm.bias, norm.eps)
+
+
+def expert_in_oracle_order(expert: Mlp, x: Tensor) -> Tensor:
+    """`Mlp.forward`, with both projections of the input in one product."""
+    stacked = torch.cat((expert.gate_proj.weight, expert.up_proj.weight))
+    gate, up = F.linear(x, stacked).chunk(2, dim=-1)
+    return expert.down_proj(F.silu(gate) * up)
+
+
+def _stack_projections(moe: Moe, *_) -> None:
+    for expert in moe.experts:
+        expert.forward = partial(expert_in_oracle_order, expert)
+
+
 ORACLE_ORDER = Fault(
     "oracle_order",
-    says="index scores add up in the order of transformers",
+    says="sums add up in the order of transformers",
     visibility="I",
     first=(),
     visible_when="never",
     source="transformers 5.24",
-    patches=(Patch(Indexer, "scores", lambda original: scores_in_oracle_order),),
+    patches=(
+        Patch(Indexer, "scores", lambda original: scores_in_oracle_order),
+        Patch(LayerNorm, "forward", lambda original: layer_norm_in_oracle_order),
+        after_construction(Moe, _stack_projections),
+    ),
 )
 
 
@@ -246,7 +323,7 @@ def test_bfloat16_is_bitwise_equal(case: Case) -> None:
 
 
 def test_bfloat16_as_it_is_differs_only_in_the_order_of_sums() -> None:
-    """Without the patch, two names are not bitwise equal, and both are within the noise of float32 sums."""
+    """Without the patch only the exceptions are not bitwise equal, and they are within the noise."""
     case = PAST_WINDOW_AND_TOP_K
     with checkpoint_of(case) as folder:
         oracle = traced(TransformersRunner(folder, torch.bfloat16), case.workload)
@@ -255,7 +332,7 @@ def test_bfloat16_as_it_is_differs_only_in_the_order_of_sums() -> None:
     assert_all_judged(comparison, oracle)
     assert not comparison.is_different, comparison.first
     unequal = {pattern_of(result.name) for result in comparison.probes if result.verdict != "bitwise equal"}
-    assert unequal <= {INDEX_SCORES, ROUTER_WEIGHTS}
+    assert unequal <= {INDEX_KEY, INDEX_SCORES, ROUTED, ROUTER_WEIGHTS}
 
 
 def without_head_weights(config: NoteConfig) -> Iterator[tuple[str, Tensor]]:
