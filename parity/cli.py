@@ -25,13 +25,9 @@ from typer.core import TyperGroup
 from parity import DISTRIBUTION
 from parity.cli_traces import compare, diagnose, drift, golden, validate
 from parity.errors import ParityError
+from parity.exit_codes import EXIT_AGREES, EXIT_COULD_NOT_RUN, EXIT_DISAGREES, EXIT_UNUSABLE
 from parity.origin import check_origin
 from parity.report.options import HtmlFile, JsonFile, JunitFile, MarkdownFile
-
-EXIT_AGREES = 0
-EXIT_DISAGREES = 1
-EXIT_UNUSABLE = 2
-EXIT_COULD_NOT_RUN = 3
 
 
 class _Commands(TyperGroup):

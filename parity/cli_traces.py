@@ -7,9 +7,8 @@ from typing import Annotated
 
 import typer
 
+from parity.exit_codes import EXIT_AGREES, EXIT_DISAGREES, EXIT_UNUSABLE
 from parity.report.options import HtmlFile, JsonFile, JunitFile, MarkdownFile
-
-EXIT_AGREES, EXIT_DISAGREES, EXIT_UNUSABLE = 0, 1, 2
 
 GoldenArgument = Annotated[
     str, typer.Argument(metavar="GOLDEN", help="A golden folder, or `tiny`, which ships with the package.")

@@ -92,7 +92,11 @@ class Session:
         return torch.stack(logits)
 
     def truncate(self, request: str, length: int) -> None:
-        """Keep the first `length` tokens. Raises: CacheError if more than `max_draft_tokens` would be taken back."""
+        """Keep the first `length` tokens.
+
+        Always possible down to `max_draft_tokens` below the longest length the request has had: further back a ring may
+        have overwritten what the next token sees. Raises: CacheError then, with the request as it was.
+        """
         state = self.request(request)
         if not 0 <= length <= len(state.token_ids):
             raise CacheError(

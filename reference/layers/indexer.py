@@ -71,11 +71,11 @@ class Indexer(nn.Module):
         """
         S = len(key_SJ)
         block = max(1, workspace_bytes // (S * (self.heads + 2) * 8))
-        visible_TS = [
-            self._visible_block(rows, positions_T, key_SJ, slice(start, start + block))
-            for start in range(0, len(positions_T), block)
-        ]
-        return torch.cat(visible_TS)
+        visible_TS = torch.empty(len(positions_T), S, dtype=torch.bool, device=key_SJ.device)
+        for start in range(0, len(positions_T), block):
+            queries = slice(start, start + block)
+            visible_TS[queries] = self._visible_block(rows, positions_T, key_SJ, queries)
+        return visible_TS
 
     def _visible_block(self, rows: IndexRows, positions_T: Tensor, key_SJ: Tensor, block: slice) -> Tensor:
         S = len(key_SJ)

@@ -125,8 +125,9 @@ class FullAttention(MlaAttention):
 
 def in_window(query_positions_T: Tensor, key_positions_S: Tensor, window: int) -> Tensor:
     """bool [T, S], on absolute positions: max(0, t - window + 1) <= s <= t."""
-    distance_TS = query_positions_T[:, None] - key_positions_S
-    return (distance_TS >= 0) & (distance_TS < window)
+    # Compared as they are: a table of distances would take eight bytes for each pair.
+    query_positions_T1 = query_positions_T[:, None]
+    return (key_positions_S <= query_positions_T1) & (key_positions_S > query_positions_T1 - window)
 
 
 def _gate_then_round(core_THV: Tensor, logits: Tensor) -> Tensor:

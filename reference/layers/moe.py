@@ -30,7 +30,9 @@ class Router(nn.Module):
         self.config = config
         self.router_dtype = numerics.router_dtype
         self.weight = nn.Parameter(torch.zeros(config.n_routed_experts, config.hidden_size))
-        self.e_score_correction_bias = nn.Parameter(torch.zeros(config.n_routed_experts), requires_grad=False)
+        # Also under a bfloat16 default dtype; a later cast passes through `_apply`.
+        bias = torch.zeros(config.n_routed_experts, dtype=at_least_float32(torch.get_default_dtype()))
+        self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Returns expert_ids_TK, int64 by descending choice, and weights_TK in that order, at least float32."""

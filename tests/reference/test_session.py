@@ -455,3 +455,13 @@ def test_c21_a_cast_model_chooses_with_all_values_of_the_bias():
 
 def test_the_bias_moves_with_its_module():
     assert router_with_close_biases().to("meta").e_score_correction_bias.is_meta
+
+
+def test_c21_a_model_built_under_a_bfloat16_default_has_float32_biases():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = TextModel(CONFIG)
+    finally:
+        torch.set_default_dtype(before)
+    assert {router.e_score_correction_bias.dtype for router in routers(model)} == {torch.float32}
