@@ -6,7 +6,10 @@ DISTRIBUTION = "note-parity"
 
 
 class ShadowedPackageError(ImportError):
-    """`reference` was imported from somewhere else than this distribution."""
+    """`reference` was imported from somewhere else than this distribution.
+
+    It cannot be a class of `reference.errors`, which is what is missing then, nor of `parity`, which stands above.
+    """
 
 
 if getattr(reference, "DISTRIBUTION", None) != DISTRIBUTION:

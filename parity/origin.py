@@ -12,7 +12,10 @@ from parity.errors import ParityError
 
 
 class ShadowedPackageError(ParityError):
-    """`reference` or `optimized` would be imported from somewhere else than this distribution."""
+    """`reference` or `optimized` would be imported from somewhere else than this distribution.
+
+    It cannot be a class of either of them: where it is raised, theirs cannot be trusted to be ours.
+    """
 
 
 def check_origin(name: str) -> None:
