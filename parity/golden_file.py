@@ -141,6 +141,9 @@ class Golden:
         self.folder, self.record = folder, record
         self.dtype = _DTYPES[record.dtype]
         self._tables = {(table.name, table.request): (part, table) for part in record.parts for table in part.tables}
+        self._requests: dict[str, list[str]] = {}
+        for name, request in self._tables:
+            self._requests.setdefault(name, []).append(request)
 
     @classmethod
     def open(cls, source: str | Path) -> Golden:
@@ -163,10 +166,10 @@ class Golden:
 
     def names(self) -> list[str]:
         """Every name, in dataflow order."""
-        return sorted({name for name, _ in self._tables}, key=dataflow_key)
+        return sorted(self._requests, key=dataflow_key)
 
     def requests(self, name: str) -> list[str]:
-        return [request for other, request in self._tables if other == name]
+        return list(self._requests.get(name, ()))
 
     def has(self, name: str, request: str) -> bool:
         return (name, request) in self._tables

@@ -64,15 +64,18 @@ class Trace:
     def __init__(self, entries: Sequence[Entry], producer: str = ""):
         self.producer = producer
         self._entries: dict[tuple[str, str], list[Entry]] = {}
+        self._requests: dict[str, dict[str, None]] = {}
         for entry in entries:
             self._entries.setdefault((entry.name, entry.request), []).append(entry)
+            self._requests.setdefault(entry.name, {})[entry.request] = None
 
     def names(self) -> list[str]:
         """Every recorded name, in dataflow order."""
-        return sorted({name for name, _ in self._entries}, key=dataflow_key)
+        return sorted(self._requests, key=dataflow_key)
 
     def requests(self, name: str) -> list[str]:
-        return [request for other, request in self._entries if other == name]
+        """The requests that have rows of this name, in the order of their first appearance."""
+        return list(self._requests.get(name, ()))
 
     def entries(self) -> Iterator[Entry]:
         for group in self._entries.values():
