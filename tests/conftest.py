@@ -3,8 +3,10 @@
 Profiles (`--hypothesis-profile NAME`, default `ci`): `ci` is derandomised and bounded, `explore` is random, long and
 keeps its failures, `debug` prints what it does. Tests marked `slow` run with `-m slow` or the profile `explore`; those
 under `tests/gpu` run where CUDA is available. What was skipped for either reason is counted in the summary.
+Without CUDA, Triton's kernels run in its interpreter.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -18,6 +20,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 # Small products: more threads per worker cost more than they save, and xdist already runs one worker a core.
 torch.set_num_threads(1)
+
+if not torch.cuda.is_available():
+    # Read when Triton is imported, so before any test imports a kernel.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile(
     "ci",

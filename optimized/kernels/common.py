@@ -1,0 +1,79 @@
+"""What the kernel files share: Triton if it is installed, one matrix product for every dtype, checks of host wrappers.
+
+Kernels compute in float32 and round once when they store. Products of bfloat16 tiles run on tensor cores with float32
+sums; float32 tiles are multiplied in full float32. Triton's interpreter multiplies bfloat16 wrongly, so there
+tiles are widened first: the same values, since a bfloat16 product is exact in float32.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optimized.errors import KernelInputError
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # the torch twins need no triton
+
+    class _Absent:
+        """Lets kernel files be imported: decorating leaves the function as it is, every name exists."""
+
+        constexpr = Any
+
+        def __getattr__(self, name: str) -> Any:
+            return _Absent()
+
+        def __call__(self, *arguments: Any, **_: Any) -> Any:
+            return arguments[0] if arguments else self
+
+    triton = tl = _Absent()
+    HAS_TRITON = False
+else:
+    HAS_TRITON = True
+
+# Triton decides at its own import whether kernels are interpreted on the CPU.
+IS_INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@triton.jit
+def dot(a, b, sums, WIDEN: tl.constexpr):
+    """sums + a b, float32. `WIDEN` (see `widen`) multiplies in full float32."""
+    if WIDEN:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), sums, input_precision="ieee")
+    else:
+        return tl.dot(a, b, sums)
+
+
+def widen(dtype: torch.dtype) -> bool:
+    """Whether `dot` has to widen tiles of this dtype: float32 to avoid tf32, everything in the interpreter."""
+    return IS_INTERPRETED or dtype == torch.float32
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def tile(n: int, smallest: int = 16, largest: int = 128) -> int:
+    """A power of two for a block that covers `n`: at least `smallest` (a dot needs 16), at most `largest`."""
+    return max(smallest, min(largest, next_power_of_2(n)))
+
+
+def check_tensor(
+    name: str, tensor: Tensor, shape: Sequence[int | None], *dtypes: torch.dtype, last_dim_dense: bool = True
+) -> None:
+    """Raises: KernelInputError unless `tensor` has this shape (None: any size) and one of the dtypes (none: any)."""
+    found = tuple(tensor.shape)
+    sizes = list(zip(shape, found, strict=False))
+    if len(found) != len(shape) or any(want not in (None, size) for want, size in sizes):
+        wanted = ", ".join("any" if want is None else str(want) for want in shape)
+        raise KernelInputError(f"expected {name} ({wanted}), found {found}")
+    if dtypes and tensor.dtype not in dtypes:
+        raise KernelInputError(f"expected {name} in {' or '.join(map(str, dtypes))}, found {tensor.dtype}")
+    if last_dim_dense and tensor.dim() and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise KernelInputError(f"expected {name} with a dense last dim, found strides {tensor.stride()}")
