@@ -58,10 +58,17 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Detail:
+    """`of`: which run it is of, where there are several."""
+
     by_step: tuple[StepError, ...] = ()
     ulps: tuple[UlpClass, ...] = ()
     overlaps: tuple[Overlap, ...] = ()
     end_to_end: EndToEnd | None = None
+    of: str = ""
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self.by_step or self.ulps or self.overlaps or self.end_to_end)
 
 
 def detail(expected: Trace, actual: Trace) -> Detail:

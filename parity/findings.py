@@ -3,15 +3,20 @@
 cascade    both run freely from the same tokens, with the candidate's discrete choices replayed: how error grows.
 isolated   the reference runs each layer from the candidate's recorded input: which layer is to blame.
 pinpoint   the reference runs each named operation from the candidate's recorded values: which operation is.
+
+Where the candidate kept no more than sums and samples of a tensor, the cascade has a `PartialResult` of it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from parity.detail import Detail
 from parity.replay import Exchange
 from parity.schema import dataflow_key
+from parity.statistics import PartialResult
 
 View = Literal["cascade", "isolated", "pinpoint"]
 VIEWS: tuple[View, ...] = ("cascade", "isolated", "pinpoint")
@@ -29,10 +34,45 @@ class Place:
 
 
 @dataclass(frozen=True)
+class StepResult:
+    """The rows of one name that one step computed. `action` is its index in the workload; the rest as in `ProbeResult`,
+    of the step's worst row. `bad` rows are outside the noise."""
+
+    action: int
+    rows: int
+    bad: int
+    error: float
+    noise: float
+    limit: float
+    place: Place
+
+
+def by_step(
+    actions: Sequence[int],
+    places: Sequence[Place],
+    error: Sequence[float],
+    noise: Sequence[float],
+    limits: Sequence[float],
+) -> tuple[StepResult, ...]:
+    """Sort judged rows into their steps, ascending. All arguments have one value for each row."""
+    rows: dict[int, list[int]] = {}
+    for row, action in enumerate(actions):
+        rows.setdefault(action, []).append(row)
+    excess = [error[row] / (noise[row] * limits[row]) for row in range(len(places))]
+    results = []
+    for action, own in sorted(rows.items()):
+        worst = max(own, key=lambda row: excess[row])
+        bad = sum(excess[row] > 1.0 for row in own)
+        results.append(StepResult(action, len(own), bad, error[worst], noise[worst], limits[worst], places[worst]))
+    return tuple(results)
+
+
+@dataclass(frozen=True)
 class ProbeResult:
     """One name in one view. Errors are relative: norm of the difference over norm of the true row, of the worst row.
 
-    `limit` is in units of `noise`. Without rounding, `noise` is the constant limit and `limit` is 1.
+    `limit` is in units of `noise`. Without rounding, `noise` is the constant limit and `limit` is 1. `steps` are the
+    same rows, sorted by the step that computed them, where that is known.
     """
 
     name: str
@@ -47,6 +87,7 @@ class ProbeResult:
     largest: float
     place: Place | None
     first_bad: Place | None
+    steps: tuple[StepResult, ...] = ()
 
     @property
     def ratio(self) -> float:
@@ -60,12 +101,16 @@ class ProbeResult:
 
 @dataclass(frozen=True)
 class ChoiceResult:
-    """A row whose choice differs, judged by the noise of its scores. `noise` and `exchange.gap` are in score units."""
+    """A row whose choice differs, judged by the noise of its scores. `noise` and `exchange.gap` are in score units.
+
+    `action`: the step that chose, where it is known.
+    """
 
     exchange: Exchange
     view: View
     noise: float
     verdict: ChoiceVerdict
+    action: int | None = None
 
     @property
     def name(self) -> str:
@@ -79,21 +124,32 @@ class ChoiceResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Everything found in the views of one run, in dataflow order."""
+    """Everything found in the views of one run, in dataflow order.
+
+    `skipped`: what was not judged, and why. `detail`: of the cascade, for pictures, where it was asked for.
+    """
 
     probes: tuple[ProbeResult, ...]
     choices: tuple[ChoiceResult, ...]
     choice_rows: int
     false_alarm_rate: float
-    skipped: tuple[str, ...] = field(default=())
+    skipped: tuple[str, ...] = ()
+    partials: tuple[PartialResult, ...] = ()
+    detail: Detail = field(default_factory=Detail)
 
     @property
     def is_different(self) -> bool:
-        return self.first is not None
+        return self.first is not None or self.first_partial is not None
 
     @property
     def compared(self) -> int:
+        """Tensors of which all values were compared."""
         return sum(result.verdict != "missing" for result in self.probes)
+
+    @property
+    def partly_compared(self) -> int:
+        """Tensors of which sums and samples were compared."""
+        return sum(result.verdict != "missing" for result in self.partials)
 
     @property
     def first(self) -> ProbeResult | ChoiceResult | None:
@@ -111,6 +167,12 @@ class Comparison:
             if blamed:
                 return blamed
         return []
+
+    @property
+    def first_partial(self) -> PartialResult | None:
+        """The first tensor, in dataflow order, whose sums or samples differ."""
+        different = [partial for partial in self.partials if partial.verdict == "different"]
+        return min(different, key=lambda partial: (dataflow_key(partial.name), partial.action), default=None)
 
     def worst_excess(self) -> float:
         """The largest error in units of its limit."""

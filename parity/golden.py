@@ -191,10 +191,10 @@ def with_margins(keys: tuple[tuple[int, int], ...], chosen_RK: torch.Tensor, sco
     descending_RS = scores.truth.sort(dim=-1, descending=True).values
     is_visible_RS = scores.truth.isfinite()
     visible_R, chosen_count_R = is_visible_RS.sum(-1), (~is_none_RK).sum(-1)
-    last_R1 = (chosen_count_R - 1)[:, None]
+    last_R1 = (chosen_count_R - 1).clamp(min=0, max=descending_RS.shape[-1] - 1)[:, None]
     first_left_out_R1 = (last_R1 + 1).clamp(max=descending_RS.shape[-1] - 1)
     margins_R = (descending_RS.gather(-1, last_R1) - descending_RS.gather(-1, first_left_out_R1)).flatten()
-    margins_R = margins_R.masked_fill(visible_R <= chosen_count_R, float("inf"))
+    margins_R = margins_R.masked_fill((visible_R <= chosen_count_R) | (chosen_count_R == 0), float("inf"))
     scale_R = scores.truth.masked_fill(~is_visible_RS, 0.0).norm(dim=-1)
     return ChoiceTable(keys, ascending_RK, margins_R, scores.floor.noise * scale_R * (2.0 / visible_R).sqrt())
 

@@ -31,6 +31,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from parity.errors import GoldenError
+from parity.json_keys import repetition_lines
 from parity.schema import dataflow_key, spec_of
 from parity.tolerance import Floor
 from parity.trace import RowKey
@@ -195,6 +196,13 @@ class Golden:
         choices, margins, noises = self._load(part, CHOICE_PARTS, table)
         return ChoiceTable(self.keys(name, request), choices.to(torch.int64), margins, noises)
 
+    def rows(self, name: str, request: str, start: int, stop: int) -> Tensor:
+        """Some rows of the truth, or of the chosen ids; only they are read."""
+        part, _ = self._tables[name, request]
+        kind = (CHOICE_PARTS if _is_choice(name) else VALUE_PARTS)[0]
+        with safe_open(self.folder / part.file, framework="pt") as file:
+            return file.get_slice(f"{kind}/{name}/{request}")[start:stop]
+
     def _load(self, part: PartRecord, kinds: Sequence[str], table: TableRecord) -> list[Tensor]:
         with safe_open(self.folder / part.file, framework="pt") as file:
             return [file.get_tensor(f"{kind}/{table.name}/{table.request}") for kind in kinds]
@@ -280,12 +288,16 @@ def _read_record(folder: Path) -> GoldenRecord:
             f"name a golden's folder, or one that ships ({shipped})"
         )
     try:
-        return GoldenRecord.model_validate_json(path.read_bytes())
+        content = path.read_bytes()
+        record = GoldenRecord.model_validate_json(content)
     except ValidationError as error:
         lines = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()[:5]]
         raise GoldenError(f"{path}: not a golden of version {GOLDEN_VERSION}: {'; '.join(lines)}") from error
     except OSError as error:
         raise GoldenError(f"{path}: cannot be read: {error.strerror}") from error
+    if lines := repetition_lines(content):
+        raise GoldenError(f"{path}: {'; '.join(lines)}")
+    return record
 
 
 def _verify_part(folder: Path, part: PartRecord) -> None:

@@ -5,13 +5,14 @@ the best verdict is *partial*.
 
 With x the tensor and e the relative noise of its rows (norm of the error over norm of the row), an error of that size
 can move the sum by at most e · rms(x) · n (Cauchy and Schwarz, all errors of one sign), the mean and the rms by
-e · rms(x), and a single element by a few e · rms(x). These are the limits; what printed digits cut off comes on top.
+e · rms(x), and a single element by a few e · rms of its row. These are the limits; what printed digits cut off comes
+on top. Both sides may be statistics; then rms(x) stands for the row's, and samples count where both have them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, Protocol
 
@@ -55,11 +56,15 @@ class Statistics(Record):
     resolution: Annotated[FiniteFloat, Field(ge=0)] = 0.0
 
 
-def statistics_of(tensor: Tensor, samples: int = SAMPLES) -> Statistics:
-    """Statistics in float64, with samples spread evenly over the elements. Any shape and dtype."""
+def statistics_of(tensor: Tensor, samples: int = SAMPLES, at: Sequence[int] | None = None) -> Statistics:
+    """Statistics in float64. Any shape and dtype.
+
+    Samples are those at the flat indices `at`, or so many, spread evenly over the elements.
+    """
     flat = tensor.detach().cpu().to(torch.float64).flatten()
     finite = flat[flat.isfinite()]
-    positions = sorted({int(i) for i in torch.linspace(0, len(flat) - 1, min(samples, len(flat))).tolist()})
+    spread = torch.linspace(0, len(flat) - 1, min(samples, len(flat))).tolist()
+    positions = sorted({int(i) for i in (spread if at is None else at) if i < len(flat)})
     kept = tuple(Sample(index=i, value=float(flat[i])) for i in positions if math.isfinite(float(flat[i])))
     if not len(finite):
         return Statistics(count=len(flat), nan_count=int(flat.isnan().sum()), samples=kept)
@@ -100,6 +105,14 @@ class Evidence:
     def is_different(self) -> bool:
         return not abs(self.expected - self.actual) <= self.limit
 
+    @property
+    def excess(self) -> float:
+        """The distance in units of the limit: above 1 is different."""
+        distance = abs(self.expected - self.actual)
+        if not self.limit:
+            return math.inf if distance else 0.0
+        return math.inf if math.isnan(distance) else distance / self.limit
+
 
 @dataclass(frozen=True)
 class PartialResult:
@@ -111,6 +124,23 @@ class PartialResult:
     verdict: Literal["partial", "different", "missing"]
     reason: str
     evidence: tuple[Evidence, ...]
+
+    @property
+    def worst(self) -> Evidence | None:
+        """The number that comes closest to its limit, or goes furthest beyond it."""
+        return max(self.evidence, key=lambda item: item.excess, default=None)
+
+    @property
+    def excess(self) -> float:
+        return self.worst.excess if self.worst else 0.0
+
+
+@dataclass(frozen=True)
+class RowNoise:
+    """Relative noise of a row: the usual one, and the largest that counts as noise."""
+
+    usual: float
+    allowed: float
 
 
 def compare_statistics(
@@ -130,53 +160,86 @@ def compare_statistics(
     results = []
     for entry in entries:
         source = tensors.get((entry.name, entry.request, entry.action))
+        usual = noise(entry.name)
         if source is None:
-            results.append(_missing(entry, "the other side has no such tensor"))
+            results.append(missing(entry, "the other side has no such tensor"))
         else:
-            results.append(_judged(entry, source.load(), noise(entry.name), len(entries)))
+            row_noise = RowNoise(usual, STRUCTURE * usual)
+            results.append(judged(entry, source.load(), entry.statistics, row_noise, len(entries)))
     return results
 
 
-def _missing(entry: Summarised, reason: str) -> PartialResult:
+def missing(entry: Summarised, reason: str) -> PartialResult:
     return PartialResult(entry.name, entry.request, entry.action, "missing", reason, ())
 
 
-def _judged(entry: Summarised, tensor: Tensor, noise: float, comparisons: int) -> PartialResult:
-    found = entry.statistics
-    flat = tensor.detach().cpu().to(torch.float64).flatten()
-    if found.count != len(flat):
-        return _missing(entry, f"{found.count} elements, expected {len(flat)}")
-    evidence = _evidence(found, flat, noise, comparisons)
+def judged(
+    entry: Summarised,
+    expected: Tensor | Statistics,
+    actual: Tensor | Statistics,
+    noise: RowNoise,
+    comparisons: int,
+) -> PartialResult:
+    """Compare what both sides know; `comparisons` tensors are compared so in the run."""
+    counts = [side.count if isinstance(side, Statistics) else side.numel() for side in (expected, actual)]
+    if counts[0] != counts[1]:
+        return missing(entry, f"{counts[1]} elements, expected {counts[0]}")
+    row_rms = _largest_row(expected) if isinstance(expected, Tensor) else None
+    mine = expected if isinstance(expected, Statistics) else statistics_of(expected, at=_indices(actual))
+    theirs = actual if isinstance(actual, Statistics) else statistics_of(actual, at=_indices(expected))
+    evidence = tuple(_evidence(mine, theirs, noise, row_rms, comparisons))
     if not evidence:
-        return _missing(entry, "no number that could be compared")
-    bad = [item for item in evidence if item.is_different]
-    if bad:
-        worst = max(bad, key=lambda item: abs(item.expected - item.actual) / item.limit if item.limit else math.inf)
-        reason = f"{worst.what}: {worst.actual:.6g}, expected {worst.expected:.6g} ± {worst.limit:.3g}"
-        return PartialResult(entry.name, entry.request, entry.action, "different", reason, tuple(evidence))
-    return PartialResult(entry.name, entry.request, entry.action, "partial", "", tuple(evidence))
+        return missing(entry, "no number that could be compared")
+    result = PartialResult(entry.name, entry.request, entry.action, "partial", "", evidence)
+    worst = result.worst
+    if worst is None or not worst.is_different:
+        return result
+    reason = f"{worst.what}: {worst.actual:.6g}, expected {worst.expected:.6g} ± {worst.limit:.3g}"
+    return PartialResult(entry.name, entry.request, entry.action, "different", reason, evidence)
 
 
-def _evidence(found: Statistics, flat: Tensor, noise: float, comparisons: int) -> Sequence[Evidence]:
-    own = statistics_of(flat, samples=0)
-    evidence = []
-    if found.nan_count is not None and own.nan_count is not None:
-        evidence.append(Evidence("NaN", float(own.nan_count), float(found.nan_count), 0.0))
-    if own.rms is None or own.sum is None or own.mean is None or own.absmax is None:
-        return evidence
-    # Two implementations may each be off by the noise.
-    unit = STRUCTURE * noise * own.rms
-    element = element_limit(max(1, comparisons * len(found.samples))) * noise * own.rms
-    for what, mine, theirs, limit in (
-        ("sum", own.sum, found.sum, unit * found.count + found.resolution),
-        ("mean", own.mean, found.mean, unit),
-        ("rms", own.rms, found.rms, unit),
+def _indices(side: Tensor | Statistics) -> list[int]:
+    return [sample.index for sample in side.samples] if isinstance(side, Statistics) else []
+
+
+def _largest_row(tensor: Tensor) -> float:
+    """Root mean square of the row in which it is largest, of finite elements."""
+    if not tensor.numel():
+        return 0.0
+    rows = tensor.detach().cpu().to(torch.float64).reshape(len(tensor), -1)
+    return float(torch.where(rows.isfinite(), rows, 0.0).square().mean(dim=1).max().sqrt())
+
+
+def _rms(side: Statistics) -> float | None:
+    """As stated; where it is not, that of the samples."""
+    if side.rms is not None or not side.samples:
+        return side.rms
+    return math.sqrt(sum(sample.value**2 for sample in side.samples) / len(side.samples))
+
+
+def _evidence(
+    expected: Statistics, actual: Statistics, noise: RowNoise, row_rms: float | None, comparisons: int
+) -> Iterator[Evidence]:
+    if expected.nan_count is not None and actual.nan_count is not None:
+        yield Evidence("NaN", float(expected.nan_count), float(actual.nan_count), 0.0)
+    rms = _rms(expected)
+    if rms is None:
+        return
+    unit, count = noise.allowed * rms, actual.count
+    resolution = expected.resolution + actual.resolution
+    element = noise.usual * (rms if row_rms is None else row_rms)
+    for what, limit in (
+        ("sum", unit * count + resolution),
+        ("mean", unit),
+        ("rms", unit),
         # The largest of many: the same limit as for any single element.
-        ("absmax", own.absmax, found.absmax, element_limit(max(1, comparisons * found.count)) * noise * own.rms),
+        ("absmax", element_limit(max(1, comparisons * count)) * element),
     ):
-        if theirs is not None:
-            evidence.append(Evidence(what, mine, theirs, limit))
-    for sample in found.samples:
-        if sample.index < len(flat) and math.isfinite(mine := float(flat[sample.index])):
-            evidence.append(Evidence(f"element {sample.index}", mine, sample.value, element + found.resolution))
-    return evidence
+        mine, theirs = getattr(expected, what), getattr(actual, what)
+        if mine is not None and theirs is not None:
+            yield Evidence(what, mine, theirs, limit)
+    values: Mapping[int, float] = {sample.index: sample.value for sample in expected.samples}
+    limit = element_limit(max(1, comparisons * len(actual.samples))) * element + resolution
+    for sample in actual.samples:
+        if sample.index in values:
+            yield Evidence(f"element {sample.index}", values[sample.index], sample.value, limit)
