@@ -126,7 +126,7 @@ def apply_mapping(
 
 
 def _matches(mapping: Mapping, foreign: Sequence[_Foreign], problems: list[str]) -> list[_Match[_Foreign]]:
-    """In the order of the rules; what is ambiguous goes to `problems`."""
+    """By the rules, in their order, then by names that are the schema's; what is ambiguous goes to `problems`."""
     groups: dict[tuple[int, str, int], dict[str, _Foreign]] = {}
     for tensor in foreign:
         rows = tensor.rows
@@ -150,6 +150,12 @@ def _matches(mapping: Mapping, foreign: Sequence[_Foreign], problems: list[str])
                     problems.append(f"{target}: both {by_rule[key]} and {found[0].name} fit {rule.sources[0]}")
                 by_rule[key] = found[0].name
                 matches.setdefault(key, _Match(target, rule, found))
+    used = {(id(tensor)) for match in matches.values() for tensor in match.found}
+    for place, group in groups.items():
+        for name, tensor in group.items():
+            # A name of the schema needs no rule; with shifted layers it would be another layer's.
+            if spec_of(name) and id(tensor) not in used and not mapping.layer_shift:
+                matches.setdefault((name, *place), _Match(name, Rule(sources=(name,), to=name), (tensor,)))
     return list(matches.values())
 
 

@@ -23,6 +23,7 @@ from typing import Annotated, Literal
 import torch
 from pydantic import AfterValidator, Field, ValidationError, field_validator
 
+from parity.json_keys import repetition_lines
 from parity.schema import PROBES, SCHEMA_VERSION, pattern_of, spec_of
 from parity.statistics import MAX_ELEMENTS, Record, Statistics
 from parity.workload import Workload, WorkloadError
@@ -64,10 +65,18 @@ def _known_dtype(name: str) -> str:
     return name
 
 
+def _floating_dtype(name: str) -> str:
+    floating = sorted(word for word, code in DTYPE_CODES.items() if DTYPES[code].is_floating_point)
+    if name not in floating:
+        raise ValueError(f"must be the dtype of weights and activations, one of {', '.join(floating)}")
+    return name
+
+
 Text = Annotated[str, Field(max_length=400), AfterValidator(_printable)]
 Name = Annotated[str, Field(min_length=1, max_length=400), AfterValidator(_printable)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 DtypeName = Annotated[str, AfterValidator(_known_dtype)]
+FloatingDtypeName = Annotated[str, AfterValidator(_floating_dtype)]
 Position = Annotated[int, Field(ge=0, lt=MAX_POSITION)]
 Size = Annotated[int, Field(ge=0, lt=MAX_ELEMENTS)]
 
@@ -198,7 +207,7 @@ class Manifest(Record):
 
     schema_version: int
     producer: Producer
-    dtype: DtypeName
+    dtype: FloatingDtypeName
     sha256: Hashes = Hashes()
     workload: WorkloadLine | None = None
     tensors: tuple[TensorEntry, ...] = ()
@@ -249,10 +258,12 @@ def _why_no_manifest(folder: Path) -> str:
 
 def _parse(folder: Path, content: bytes) -> Manifest:
     try:
-        return Manifest.model_validate_json(content)
+        manifest = Manifest.model_validate_json(content)
     except ValidationError as error:
         refuse(folder / MANIFEST_FILE, list(validation_lines(error)))
         raise AssertionError("a validation error has lines") from error
+    refuse(folder / MANIFEST_FILE, repetition_lines(content))
+    return manifest
 
 
 def validation_lines(error: ValidationError) -> Iterator[str]:
@@ -301,21 +312,6 @@ def did_you_mean(name: str) -> str:
     known = {spec.local_name: spec.pattern for spec in reversed(PROBES)}
     nearest = [known[match] for match in get_close_matches(local, known, n=3, cutoff=0.5)]
     return f" (nearest: {', '.join(nearest)})" if nearest else ""
-
-
-def require_same_run(expected: Manifest, actual: Manifest) -> None:
-    """Refuse two dumps that are not of the same configuration, weights and inputs, as far as both say.
-
-    Raises: DumpError, naming each hash that differs.
-    """
-    problems = [
-        f"{what}: sha256 {theirs}, expected {mine}"
-        for what in ("config", "weights", "inputs")
-        if (mine := getattr(expected.sha256, what)) and (theirs := getattr(actual.sha256, what)) and mine != theirs
-    ]
-    if expected.workload and actual.workload and expected.workload != actual.workload:
-        problems.append(f"workload: {actual.workload.text!r:.200}, expected {expected.workload.text!r:.200}")
-    refuse("the two dumps are not of the same run", problems)
 
 
 def refuse(subject: object, problems: Sequence[str]) -> None:

@@ -23,6 +23,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, field_validator
 
+from parity.json_keys import repetition_lines
 from parity.manifest import DumpError, Name, refuse, validation_lines
 from parity.packing import Packing
 from parity.schema import spec_of
@@ -109,10 +110,12 @@ def read_mapping(path: str | os.PathLike[str]) -> Mapping:
         ready = ", ".join(ready_mappings())
         raise DumpError(f"{file}: cannot be read: {error.strerror}; ready mappings are {ready}") from error
     try:
-        return Mapping.model_validate_json(content)
+        mapping = Mapping.model_validate_json(content)
     except ValidationError as error:
         refuse(file, list(validation_lines(error)))
         raise
+    refuse(file, repetition_lines(content))
+    return mapping
 
 
 def ready_mappings() -> list[str]:

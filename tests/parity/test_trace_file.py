@@ -19,12 +19,12 @@ from parity.manifest import (
     Hashes,
     Producer,
     read_manifest,
-    require_same_run,
     sha256_of_files,
     sha256_of_tokens,
 )
 from parity.run import run_workload
 from parity.runners.reference import ReferenceRunner
+from parity.same_run import RunIdentity, require_same_run
 from parity.statistics import compare_statistics
 from parity.trace import Entry, InMemory, Trace, row_blocks
 from parity.trace_file import TraceWriter, open_dump, open_trace, write_trace
@@ -205,7 +205,7 @@ def test_dumps_of_other_inputs_are_not_compared(tmp_path: Path) -> None:
     mine = Hashes(inputs=tokens, weights=sha256_of_files([tmp_path / "w"]))
     for name, hashes in (("a", mine), ("b", Hashes(inputs="0" * 64)), ("c", Hashes(weights=mine.weights))):
         write_trace(tmp_path / name, recorded("p:a3"), torch.float32, sha256=hashes)
-    a, b, c = (read_manifest(tmp_path / name) for name in "abc")
+    a, b, c = (RunIdentity(read_manifest(tmp_path / name).sha256) for name in "abc")
     require_same_run(a, c)
     with pytest.raises(DumpError, match="inputs: sha256 0000"):
         require_same_run(a, b)
