@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from parity.report.records import Report, Row, number
+from parity.report.compare_text import end_to_end_lines
+from parity.report.evidence import Row, number
+from parity.report.records import Report
 from parity.report.tables import (
     choice_lines,
     closing_lines,
@@ -30,5 +32,5 @@ def print_check_report(report: Report, console: Console, verbose: bool = False) 
         print_table(layer_levels_table(report), console)
         if verbose:
             print_table(tensor_table(report), console)
-    for line in (*choice_lines(report), *closing_lines(report)):
+    for line in (*end_to_end_lines(report.detail), *choice_lines(report), *closing_lines(report)):
         print_line(line, console)

@@ -7,13 +7,15 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from parity.end_to_end import EndToEnd
-from parity.report.records import Report, Row, number
+from parity.detail import Detail
+from parity.report.evidence import Row, number
+from parity.report.records import Report
 from parity.report.tables import (
     choice_lines,
     closing_lines,
     evidence_table,
     layer_table,
+    partial_table,
     print_line,
     print_table,
     tensor_table,
@@ -31,7 +33,9 @@ def print_comparison(report: Report, console: Console, verbose: bool = False) ->
         print_table(layer_table(report), console)
         if verbose:
             print_table(tensor_table(report), console)
-    for line in (*end_to_end_lines(report.detail.end_to_end), *choice_lines(report), *closing_lines(report)):
+    if report.partly_compared:
+        print_table(partial_table(report), console)
+    for line in (*end_to_end_lines(report.detail), *choice_lines(report), *closing_lines(report)):
         print_line(line, console)
 
 
@@ -44,12 +48,15 @@ def where_lines(report: Report) -> Iterator[str]:
         yield f"worst at {first.place}: relative {number(first.error)}, absolute {number(first.largest)}"
 
 
-def end_to_end_lines(found: EndToEnd | None) -> Iterator[str]:
+def end_to_end_lines(detail: Detail) -> Iterator[str]:
+    """What the difference means for the text, where both sides have logits."""
+    found = detail.end_to_end
     if found is None:
         return
+    where = f"{detail.of}: " if detail.of else ""
     yield (
-        f"{found.name}: best token agrees in {found.agreeing_rows:,} of {found.rows:,} rows; "
-        f"KL divergence {number(found.mean_kl)} nats on average, {number(found.largest_kl)} at most"
+        f"{where}{found.name}: best token agrees in {found.agreeing_rows:,} of "
+        f"{found.rows:,} rows; KL divergence {number(found.mean_kl)} nats on average, {number(found.largest_kl)} at most"
     )
     if found.rows_without_distribution:
         yield f"{found.name}: {found.rows_without_distribution:,} rows hold NaN or +inf"

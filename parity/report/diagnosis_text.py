@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from rich.console import Console
 
 from parity.report.compare_text import end_to_end_lines, where_lines
-from parity.report.records import FaultFinding, Report, times
+from parity.report.evidence import times
+from parity.report.records import FaultFinding, Report
 from parity.report.tables import (
     choice_lines,
     closing_lines,
@@ -41,7 +42,7 @@ def print_diagnosis(report: Report, console: Console, verbose: bool = False) -> 
         _print_tried(fault, console)
     if report.compared and verbose:
         print_table(tensor_table(report), console)
-    for line in (*end_to_end_lines(report.detail.end_to_end), *choice_lines(report), *closing_lines(report)):
+    for line in (*end_to_end_lines(report.detail), *choice_lines(report), *closing_lines(report)):
         print_line(line, console)
 
 

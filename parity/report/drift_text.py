@@ -7,9 +7,9 @@ from pathlib import Path
 from rich.console import Console
 
 from parity.drift import Drift
+from parity.report.evidence import number
 from parity.report.html import drift_page
 from parity.report.json_lines import drift_lines
-from parity.report.records import number
 from parity.report.tables import plain_table, print_line, print_table
 from parity.report.write import write_files
 

@@ -11,20 +11,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from parity.detail import Detail
-from parity.findings import ChoiceResult, Comparison, ProbeResult
+from parity.findings import ChoiceResult, Comparison, ProbeResult, StepResult
 from parity.findings import Place as FoundPlace
-from parity.report.records import (
-    Choice,
-    FaultFinding,
-    Place,
-    Report,
-    ReportVerdict,
-    Row,
-    Totals,
-    Tried,
-    TriedVerdict,
-    layer_group,
-)
+from parity.report.evidence import Choice, Number, Partial, Place, Row, Step, layer_group
+from parity.report.records import FaultFinding, Report, ReportVerdict, Totals, Tried, TriedVerdict
+from parity.schema import dataflow_key
+from parity.statistics import PartialResult
 from parity.workload import Workload
 
 if TYPE_CHECKING:
@@ -59,6 +51,7 @@ def report_of_check(
         first = _Run(different.level, different.workload).record(different.comparison.first)
         workload = shlex.quote(different.workload.text())
         again = f"{command} --level {different.level} --workload {workload} --seed {different.workload.seed}"
+    detailed = [run.comparison.detail for run in report.runs if run.comparison.detail.is_known]
     totals = Totals(
         workloads=len({(run.workload.text(), run.workload.seed) for run in report.runs if run.comparison.probes}),
         tensors=report.compared,
@@ -75,7 +68,7 @@ def report_of_check(
         "check",
         report.expected,
         report.actual,
-        _verdict(report.compared, different is not None),
+        "different" if different else "agrees" if report.compared else "nothing compared",
         first,
         tuple(rows),
         tuple(choices),
@@ -84,36 +77,48 @@ def report_of_check(
         again,
         f"{again} --verbose" if first else "",
         dict(kinds or {}),
+        # The level that rounds most comes last: there it shows what rounding does to the text.
+        detail=detailed[-1] if detailed else NO_DETAIL,
     )
 
 
 def report_of_comparison(
     comparison: Comparison,
-    workload: Workload,
+    workload: Workload | None,
     level: str,
     expected: str,
     actual: str,
     kinds: Mapping[str, str] | None = None,
-    detail: Detail = NO_DETAIL,
-    again: str | None = None,
+    detail: Detail | None = None,
+    options: str = "",
+    notes: tuple[str, ...] = (),
+    can_be_diagnosed: bool = True,
 ) -> Report:
-    """`level` is the dtype that was judged; `expected` and `actual` as typed: folders or names of implementations."""
-    paths = f"{shlex.quote(expected)} {shlex.quote(actual)}"
-    run, first = _Run(level, workload), comparison.first
+    """`level` is the dtype that was judged; `expected` and `actual` as typed: folders or names of implementations.
+
+    `options`: what else was typed that a command has to repeat, such as ` --mapping sglang`. `workload`: None where the
+    dumps do not say it. `can_be_diagnosed`: the expected side is a golden, with a reference to apply faults to.
+    """
+    paths = f"{shlex.quote(expected)} {shlex.quote(actual)}{options}"
+    run, first = _Run(level, workload), _first(comparison)
+    again = f"note-parity compare {paths}"
+    follow_up = f"note-parity diagnose {paths}" if can_be_diagnosed else f"{again} --verbose"
     return Report(
         "compare",
         expected,
         actual,
-        _verdict(comparison.compared, comparison.is_different),
+        _verdict(comparison),
         run.record(first) if first else None,
         tuple(run.row(probe) for probe in comparison.probes),
         tuple(run.choice(choice) for choice in comparison.choices),
         comparison.skipped,
         _totals(comparison),
-        again or f"note-parity compare {paths}",
-        f"note-parity diagnose {paths}" if first else "",
+        again,
+        follow_up if first else "",
         dict(kinds or {}),
-        detail=detail,
+        detail=detail or comparison.detail,
+        partials=tuple(run.partial(partial) for partial in comparison.partials),
+        notes=notes,
     )
 
 
@@ -125,22 +130,23 @@ def report_of_diagnosis(
     actual: str,
     catalogue: Mapping[str, Fault],
     kinds: Mapping[str, str] | None = None,
-    detail: Detail = NO_DETAIL,
-    again: str | None = None,
+    detail: Detail | None = None,
+    options: str = "",
+    notes: tuple[str, ...] = (),
 ) -> Report:
     """As `report_of_comparison`, of the difference before any fault; `catalogue` says what each fault does."""
-    paths = f"{shlex.quote(expected)} {shlex.quote(actual)}"
+    paths = f"{shlex.quote(expected)} {shlex.quote(actual)}{options}"
     best = diagnosis.explanations[0].faults if diagnosis.explanations else ()
     follow_up = {
         "agrees": "",
         "explained": f"note-parity faults {' '.join(best)}",
         "unknown": f"note-parity compare {paths} --verbose",
     }
-    before = report_of_comparison(diagnosis.before, workload, level, expected, actual, kinds, detail)
+    before = report_of_comparison(diagnosis.before, workload, level, expected, actual, kinds, detail, options, notes)
     return replace(
         before,
         command="diagnose",
-        again=again or f"note-parity diagnose {paths}",
+        again=f"note-parity diagnose {paths}",
         next=follow_up[diagnosis.verdict],
         fault=FaultFinding(
             diagnosis.verdict,
@@ -158,10 +164,14 @@ def report_of_diagnosis(
 class _Run:
     """Names the run that its records belong to."""
 
-    def __init__(self, level: str, workload: Workload):
-        self._level, self._workload, self._seed = level, workload.text(), workload.seed
+    def __init__(self, level: str, workload: Workload | None):
+        self._level = level
+        self._workload, self._seed = (workload.text(), workload.seed) if workload else ("as recorded", 0)
+        self._words = workload.text().split() if workload else []
 
-    def record(self, result: ProbeResult | ChoiceResult) -> Row | Choice:
+    def record(self, result: ProbeResult | ChoiceResult | PartialResult) -> Row | Choice | Partial:
+        if isinstance(result, PartialResult):
+            return self.partial(result)
         return self.row(result) if isinstance(result, ProbeResult) else self.choice(result)
 
     def row(self, probe: ProbeResult) -> Row:
@@ -183,6 +193,36 @@ class _Run:
             probe.missing_rows,
             _place(probe.place),
             _place(probe.first_bad),
+            tuple(self._step(step) for step in probe.steps),
+        )
+
+    def _step(self, step: StepResult) -> Step:
+        return Step(
+            step.action,
+            self._words[step.action] if step.action < len(self._words) else "",
+            step.rows,
+            step.bad,
+            step.error,
+            step.noise,
+            step.error / step.noise if step.noise else 0.0,
+            step.limit,
+            Place(step.place.request, step.place.position, step.place.occurrence),
+        )
+
+    def partial(self, result: PartialResult) -> Partial:
+        worst = result.worst
+        return Partial(
+            self._level,
+            self._workload,
+            self._seed,
+            layer_group(result.name),
+            result.name,
+            result.request,
+            result.action,
+            result.verdict,
+            result.reason,
+            len(result.evidence),
+            Number(worst.what, worst.expected, worst.actual, worst.limit, worst.excess) if worst else None,
         )
 
     def choice(self, choice: ChoiceResult) -> Choice:
@@ -200,6 +240,7 @@ class _Run:
             exchange.only_actual,
             exchange.gap,
             choice.noise,
+            choice.action,
         )
 
 
@@ -207,10 +248,18 @@ def _place(place: FoundPlace | None) -> Place | None:
     return Place(place.request, place.position, place.occurrence) if place else None
 
 
-def _verdict(compared: int, is_different: bool) -> ReportVerdict:
-    if is_different:
+def _first(comparison: Comparison) -> ProbeResult | ChoiceResult | PartialResult | None:
+    """In dataflow order; where a tensor and numbers of the same name differ, the tensor."""
+    found = [result for result in (comparison.first, comparison.first_partial) if result is not None]
+    return min(found, key=lambda result: dataflow_key(result.name), default=None)
+
+
+def _verdict(comparison: Comparison) -> ReportVerdict:
+    if comparison.is_different:
         return "different"
-    return "agrees" if compared else "nothing compared"
+    if comparison.compared:
+        return "agrees"
+    return "partial" if comparison.partly_compared else "nothing compared"
 
 
 def _count(report: CheckReport, is_counted: Callable[[ProbeResult], bool]) -> int:
@@ -221,7 +270,7 @@ def _totals(comparison: Comparison) -> Totals:
     verdicts = [probe.verdict for probe in comparison.probes]
     choices = [choice.verdict for choice in comparison.choices]
     return Totals(
-        workloads=1 if comparison.probes else 0,
+        workloads=1 if comparison.probes or comparison.partials else 0,
         tensors=comparison.compared,
         elements=sum(probe.elements for probe in comparison.probes),
         bitwise_equal=verdicts.count("bitwise equal"),
@@ -231,6 +280,8 @@ def _totals(comparison: Comparison) -> Totals:
         ties=choices.count("tie"),
         near_ties=choices.count("near tie"),
         flips=choices.count("flip"),
+        partial=comparison.partly_compared,
+        partial_different=sum(partial.verdict == "different" for partial in comparison.partials),
     )
 
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from parity.report.compare_text import end_to_end_lines
 from parity.report.diagnosis_text import finding_lines
+from parity.report.evidence import number, times
 from parity.report.json_lines import versions
 from parity.report.plots import Picture, drift_pictures, pictures
-from parity.report.records import Report, number, times
+from parity.report.records import Report
 from parity.report.tables import choice_lines, closing_lines
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def html_page(report: Report) -> str:
         .render(
             report=report,
             findings=list(finding_lines(report)),
-            notes=[*end_to_end_lines(report.detail.end_to_end), *choice_lines(report)],
+            notes=[*end_to_end_lines(report.detail), *choice_lines(report)],
             closing=closing_lines(report),
             flips=[choice for choice in report.choices if choice.is_different],
             has_outputs=any(row.arrives or row.added for row in report.layers),

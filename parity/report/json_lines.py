@@ -2,7 +2,7 @@
 
     header       versions of this format, of the trace schema, and of what made the report
     verdict      the answer, its headline, the commands
-    level layer tensor choice skipped step ulps overlap end_to_end fault hypothesis
+    level layer tensor choice partial note skipped step ulps overlap end_to_end fault hypothesis
     totals       last: a file without it is cut off
 
 What errors, noise and limits are: `records`. JSON has no infinity: the strings "inf", "-inf" and "nan" stand for it.
@@ -76,6 +76,10 @@ def _records(report: Report) -> Iterator[dict[str, Any]]:
         yield _record("tensor", **_fields(row))
     for choice in report.choices:
         yield _record("choice", **_fields(choice))
+    for partial in report.partials:
+        yield _record("partial", **_fields(partial))
+    for note in report.notes:
+        yield _record("note", note=note)
     for reason in report.skipped:
         yield _record("skipped", reason=reason)
     for kind, records in (

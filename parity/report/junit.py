@@ -1,21 +1,33 @@
 """A report as JUnit XML, for the test tab of a CI: one test suite for each level and workload, and in it one test case
-for each layer and view.
+for each layer, view and step. What is not known by steps has one case for all of them.
 
-A case fails if any tensor or choice of the layer is outside the noise; it is skipped if none of its tensors could be
-compared. A report that compared nothing is an error, never a pass.
+A case fails if a tensor or choice of its layer is outside the noise in its step; it is skipped if none of its tensors
+could be compared. A report that compared nothing is an error, never a pass.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
-from parity.report.records import Choice, Report, Row
+from parity.report.evidence import Choice, Partial, Row, Step, times
+from parity.report.records import Report
 
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _LISTED = 20
+_CaseKey = tuple[str, str, int | None]  # layer, view, step
+
+
+@dataclass
+class _Case:
+    """What was found of one layer in one view in one step: lines that fail it, and how much was judged."""
+
+    failures: list[str] = field(default_factory=list)
+    judged: int = 0
+    word: str = ""
 
 
 def junit_xml(report: Report) -> str:
@@ -35,37 +47,66 @@ def junit_xml(report: Report) -> str:
 
 
 def _suites(report: Report) -> Iterator[Element]:
-    runs = dict.fromkeys((row.level, row.workload, row.seed) for row in report.rows)
-    for level, workload, seed in runs:
+    records: list[Row | Partial | Choice] = [*report.rows, *report.partials, *report.choices]
+    by_run: dict[tuple[str, str, int], list[Row | Partial | Choice]] = {}
+    for record in records:
+        by_run.setdefault((record.level, record.workload, record.seed), []).append(record)
+    for (level, workload, seed), found in by_run.items():
         suite = Element("testsuite", name=_clean(f"{level}: {workload} (seed {seed})"))
-        rows = [row for row in report.rows if (row.level, row.workload, row.seed) == (level, workload, seed)]
-        choices = [c for c in report.choices if (c.level, c.workload, c.seed) == (level, workload, seed)]
-        cases = dict.fromkeys((row.layer, row.view) for row in rows)
-        cases.update(dict.fromkeys((choice.layer, choice.view) for choice in choices))
-        for layer, view in cases:
-            title = report.layer_title(layer).strip()
-            case = SubElement(suite, "testcase", classname=_clean(f"{level}.{view}"), name=_clean(f"layer {title}"))
-            _judge(
-                case,
-                [row for row in rows if (row.layer, row.view) == (layer, view)],
-                [choice for choice in choices if (choice.layer, choice.view) == (layer, view)],
-            )
+        for (layer, view, step), case in _cases(found).items():
+            name = f"layer {report.layer_title(layer).strip()}"
+            if step is not None:
+                name += f", step {step}{f' {case.word}' if case.word else ''}"
+            element = SubElement(suite, "testcase", classname=_clean(f"{level}.{view}"), name=_clean(name))
+            _judge(element, case)
         yield suite
 
 
-def _judge(case: Element, rows: Iterable[Row], choices: Iterable[Choice]) -> None:
-    bad: list[Row | Choice] = [row for row in rows if row.is_different]
-    bad += [choice for choice in choices if choice.is_different]
-    if bad:
-        lines = [f"{one.tensor}  {one.phrase}  {_place(one)}" for one in bad]
-        more = [f"and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
-        failure = SubElement(case, "failure", type="different", message=_clean(lines[0]))
-        failure.text = _clean("\n".join([*lines[:_LISTED], *more]))
-    elif all(row.verdict == "missing" for row in rows) and not list(choices):
-        SubElement(case, "skipped", message="no tensor of this layer has a row in common")
+def _cases(records: list[Row | Partial | Choice]) -> dict[_CaseKey, _Case]:
+    """In the order in which layers and views first appear; their steps ascending."""
+    cases: dict[_CaseKey, _Case] = {}
+    order: dict[tuple[str, str], None] = {}
+    for record in records:
+        order[record.layer, record.view] = None
+        if isinstance(record, Row) and record.steps:
+            for step in record.steps:
+                case = cases.setdefault((record.layer, record.view, step.action), _Case())
+                case.word = case.word or step.word
+                case.judged += 1
+                if step.bad:
+                    case.failures.append(_failed_step(record, step))
+            continue
+        case = cases.setdefault(
+            (record.layer, record.view, None if isinstance(record, Row) else record.action), _Case()
+        )
+        case.judged += record.verdict != "missing"
+        if record.is_different:
+            case.failures.append(f"{record.tensor}  {record.phrase}  {_place(record)}")
+    groups = list(order)
+    return dict(
+        sorted(cases.items(), key=lambda pair: (groups.index(pair[0][:2]), -1 if pair[0][2] is None else pair[0][2]))
+    )
 
 
-def _place(one: Row | Choice) -> str:
+def _failed_step(row: Row, step: Step) -> str:
+    return (
+        f"{row.tensor}  {row.view} error {times(step.ratio)} noise (limit {times(step.limit)})  "
+        f"{step.bad} of {step.rows} rows, worst at {step.place}"
+    )
+
+
+def _judge(element: Element, case: _Case) -> None:
+    if case.failures:
+        more = [f"and {len(case.failures) - _LISTED} more"] if len(case.failures) > _LISTED else []
+        failure = SubElement(element, "failure", type="different", message=_clean(case.failures[0]))
+        failure.text = _clean("\n".join([*case.failures[:_LISTED], *more]))
+    elif not case.judged:
+        SubElement(element, "skipped", message="no tensor of this layer has a row in common")
+
+
+def _place(one: Row | Partial | Choice) -> str:
+    if isinstance(one, Partial):
+        return f"in request {one.request}"
     place = one.place if isinstance(one, Choice) else one.first_bad
     return f"from {place}" if place else ""
 

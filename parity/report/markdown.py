@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 
 from parity.report.compare_text import end_to_end_lines
 from parity.report.diagnosis_text import finding_lines
-from parity.report.records import Report, number, times
+from parity.report.evidence import number, times
+from parity.report.records import Report
 from parity.report.tables import SHOWN_ROWS, choice_lines, command_lines, more_than_shown, omission_lines
 
-_MARKS = {"agrees": "✔", "different": "✘", "nothing compared": "∅"}
+_MARKS = {"agrees": "✔", "different": "✘", "partial": "◐", "nothing compared": "∅"}
 
 
 def markdown(report: Report) -> str:
@@ -46,6 +47,14 @@ def _lines(report: Report) -> Iterator[str]:
             for row in report.blamed[:SHOWN_ROWS]
         ],
     )
+    yield from _section(
+        f"By sums and samples{more_than_shown(report.partly_compared)}",
+        ("tensor", "request", "step", "verdict", "numbers", "distance of limit"),
+        [
+            (_code(one.tensor), one.request, f"{one.action}", one.verdict, f"{one.numbers}", one.amount)
+            for one in report.partly_compared[:SHOWN_ROWS]
+        ],
+    )
     if report.fault:
         yield from _section(
             "Hypotheses, applied to the reference",
@@ -76,7 +85,7 @@ def _lines(report: Report) -> Iterator[str]:
         is_folded=True,
     )
     yield ""
-    for line in (*end_to_end_lines(report.detail.end_to_end), *choice_lines(report), *omission_lines(report)):
+    for line in (*end_to_end_lines(report.detail), *choice_lines(report), *omission_lines(report)):
         yield f"- {_text(line)}"
     if commands := list(command_lines(report)):
         # Longer than any run of backticks inside, so that a foreign name cannot end the block.

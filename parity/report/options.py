@@ -16,6 +16,6 @@ def _file(option: str, help: str) -> typer.models.OptionInfo:
 
 
 JsonFile = Annotated[Path | None, _file("json", "Write every record as a line of JSON.")]
-JunitFile = Annotated[Path | None, _file("junit", "Write JUnit XML: a test case for each layer.")]
+JunitFile = Annotated[Path | None, _file("junit", "Write JUnit XML: a test case for each layer and step.")]
 MarkdownFile = Annotated[Path | None, _file("markdown", "Write a Markdown summary, for a CI job's page.")]
 HtmlFile = Annotated[Path | None, _file("html", "Write one HTML file with figures; it opens offline.")]

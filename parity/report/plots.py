@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
+from parity.report.evidence import Row, number, times
 from parity.report.heat_map import HeatMap, heat_maps
-from parity.report.records import LayerRow, Report, Row, number, times
+from parity.report.records import LayerRow, Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -139,7 +140,7 @@ def _heat_map(heat: HeatMap) -> Picture:
             for row in heat.values
         ]
         image = axis.imshow(logs, cmap="Greys", aspect="auto", vmin=math.log10(low), vmax=math.log10(high))
-        axis.set(xlabel="step" if heat.limit is None else "workload", ylabel="layer", title=heat.unit)
+        axis.set(xlabel=heat.across, ylabel="layer", title=heat.unit)
         axis.set_yticks(range(len(heat.layers)), heat.layers, fontsize=8)
         axis.set_xticks(range(len(heat.columns)), [_short(column) for column in heat.columns], fontsize=8)
         axis.tick_params(axis="x", labelrotation=20 if len(heat.columns) > 3 else 0)

@@ -1,8 +1,7 @@
 """A report as flat records: one a fact. Every format is written from these and computes nothing.
 
-`from_findings` builds them from a check, a comparison or a diagnosis. Errors are relative (norm of the difference over
-norm of the true row, worst row); `noise` is the measured floor of that row, `ratio` = error / noise, and `limit` is the
-largest ratio that counts as noise. Without rounding (level `exact`) the noise is the constant limit and `limit` is 1.
+`from_findings` builds them from a check, a comparison or a diagnosis. A tensor whose values are not all there has a
+`Partial` in place of a `Row`; the best that can be said of it is *partial*. Errors, noise and limits: `evidence`.
 
 A report whose totals do not add up, or whose verdict does not follow from its rows, cannot be built.
 """
@@ -17,10 +16,11 @@ from typing import Literal
 
 from parity.detail import Detail
 from parity.errors import ParityError
-from parity.schema import dataflow_key, layer_of
+from parity.report.evidence import Choice, Partial, Row
+from parity.schema import dataflow_key
 
 Command = Literal["check", "compare", "diagnose"]
-ReportVerdict = Literal["agrees", "different", "nothing compared"]
+ReportVerdict = Literal["agrees", "different", "partial", "nothing compared"]
 TriedVerdict = Literal["explains", "helps", "does not help"]
 
 
@@ -29,106 +29,11 @@ class ReportError(ParityError):
 
 
 @dataclass(frozen=True)
-class Place:
-    """A row: request, absolute position, and how often that position had run before."""
-
-    request: str
-    position: int
-    occurrence: int
-
-    def __str__(self) -> str:
-        again = f", run {self.occurrence + 1}" if self.occurrence else ""
-        return f"request {self.request} position {self.position}{again}"
-
-
-@dataclass(frozen=True)
-class Row:
-    """One tensor of one workload in one view at one level; `rows` and `elements` were compared.
-
-    `layer`: `0`, `1`, … or the part outside the layers, such as `logits`. `largest`: absolute difference.
-    """
-
-    level: str
-    view: str
-    workload: str
-    seed: int
-    layer: str
-    tensor: str
-    verdict: str
-    error: float
-    noise: float
-    ratio: float
-    limit: float
-    largest: float
-    rows: int
-    elements: int
-    missing_rows: int
-    place: Place | None
-    first_bad: Place | None
-
-    @property
-    def excess(self) -> float:
-        """Error in units of what is allowed: above 1 is different."""
-        return self.ratio / self.limit if self.limit else 0.0
-
-    @property
-    def is_different(self) -> bool:
-        return self.verdict == "different"
-
-    @property
-    def is_exact(self) -> bool:
-        """Judged without rounding, against a constant."""
-        return self.limit == 1.0
-
-    @property
-    def amount(self) -> str:
-        """The error beside its limit, in units of noise or, without rounding, as they are."""
-        if self.verdict == "missing":
-            return "missing"
-        if self.is_exact:
-            return f"{number(self.error)} of {self.noise:.0e}"
-        return f"{times(self.ratio)} of {times(self.limit)}"
-
-    @property
-    def phrase(self) -> str:
-        """The same in words, for a sentence."""
-        if self.is_exact:
-            return f"{self.view} error {number(self.error)} (limit {self.noise:.0e})"
-        return f"{self.view} error {times(self.ratio)} noise (limit {times(self.limit)})"
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A row in which the two sides choose differently. `gap` and `noise` are in units of the scores."""
-
-    level: str
-    view: str
-    workload: str
-    seed: int
-    layer: str
-    tensor: str
-    verdict: str
-    place: Place
-    only_expected: tuple[int, ...]
-    only_actual: tuple[int, ...]
-    gap: float
-    noise: float
-
-    @property
-    def is_different(self) -> bool:
-        return self.verdict == "flip"
-
-    @property
-    def phrase(self) -> str:
-        return (
-            f"chooses {_ids(self.only_actual)} in place of {_ids(self.only_expected)}: "
-            f"score gap {number(self.gap)}, noise {number(self.noise)}"
-        )
-
-
-@dataclass(frozen=True)
 class Totals:
-    """Counted where the findings were made. `missing` tensors are no part of `tensors` and `elements`."""
+    """Counted where the findings were made. `missing` tensors are no part of `tensors` and `elements`.
+
+    `partial`: tensors of single steps of which numbers were compared; `partial_different` of them differ.
+    """
 
     workloads: int
     tensors: int
@@ -140,6 +45,8 @@ class Totals:
     ties: int
     near_ties: int
     flips: int
+    partial: int = 0
+    partial_different: int = 0
 
 
 @dataclass(frozen=True)
@@ -218,14 +125,15 @@ class FaultFinding:
 class Report:
     """`again` repeats the run, `next` is the command to run after it ("" where there is none).
 
-    `kinds` names the kind of each layer where the model is known: {"0": "full, dense"}. Raises: ReportError.
+    `kinds` names the kind of each layer where the model is known: {"0": "full, dense"}. `notes`: what a reader has to
+    know of the two sides, one line each. Raises: ReportError.
     """
 
     command: Command
     expected: str
     actual: str
     verdict: ReportVerdict
-    first: Row | Choice | None
+    first: Row | Choice | Partial | None
     rows: tuple[Row, ...]
     choices: tuple[Choice, ...]
     skipped: tuple[str, ...]
@@ -235,12 +143,14 @@ class Report:
     kinds: dict[str, str] = field(default_factory=dict)
     fault: FaultFinding | None = None
     detail: Detail = field(default_factory=Detail)
+    partials: tuple[Partial, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for what, stated, counted in _sums(self):
             if stated != counted:
                 raise ReportError(f"report: {what}: the totals say {stated}, the records add up to {counted}")
-        owed = _owed_verdict(self.rows, self.choices)
+        owed = _owed_verdict(self.rows, self.choices, self.partials)
         if self.verdict != owed:
             raise ReportError(f"report: the verdict is {self.verdict!r}, its records make it {owed!r}")
         if (self.first is not None) != (owed == "different") or (self.first and not self.first.is_different):
@@ -256,10 +166,15 @@ class Report:
         if self.first is not None:
             return f"DIFFERENT  {self.first.tensor}  {self.first.phrase}{_where(self.first)}"
         totals, worst = self.totals, self.worst
-        assert worst is not None
+        if worst is None:
+            return (
+                f"PARTIAL  {self.actual} with {self.expected}: nothing differs in the sums and samples of "
+                f"{totals.partial:,} tensors; their values are not there"
+            )
+        also = f"; of {totals.partial:,} more only sums and samples" if totals.partial else ""
         return (
             f"AGREES  {self.actual} with {self.expected}: {totals.tensors:,} tensors, {totals.elements:,} elements, "
-            f"{totals.workloads} workload{'s' * (totals.workloads != 1)}; worst {worst.amount} at {worst.tensor}"
+            f"{totals.workloads} workload{'s' * (totals.workloads != 1)}; worst {worst.amount} at {worst.tensor}{also}"
         )
 
     @cached_property
@@ -270,6 +185,12 @@ class Report:
     @cached_property
     def compared(self) -> tuple[Row, ...]:
         return tuple(row for row in self.rows if row.verdict != "missing")
+
+    @cached_property
+    def partly_compared(self) -> tuple[Partial, ...]:
+        """Those that differ first, then those that come closest to a limit."""
+        found = [partial for partial in self.partials if partial.worst is not None]
+        return tuple(sorted(found, key=lambda one: (not one.is_different, -one.worst.excess if one.worst else 0.0)))
 
     @cached_property
     def blamed(self) -> tuple[Row, ...]:
@@ -313,7 +234,7 @@ class Report:
         verdicts = Counter(choice.verdict for choice in choices)
         return LevelRow(
             level,
-            _owed_verdict(rows, choices),
+            _owed_verdict(rows, choices, ()),
             len(rows),
             sum(row.verdict == "bitwise equal" for row in rows),
             max(rows, key=lambda row: row.excess, default=None),
@@ -334,49 +255,30 @@ class Report:
         )
 
 
-def layer_group(tensor: str) -> str:
-    """`layers.3.attn.gate` belongs to `3`, what is outside the layers to the first part of its name."""
-    layer = layer_of(tensor)
-    return tensor.partition(".")[0] if layer is None else str(layer)
-
-
-def number(value: float) -> str:
-    """Three digits; an exact zero is `0`."""
-    return "0" if value == 0 else f"{value:.2e}"
-
-
-def times(value: float) -> str:
-    """`1.3x`; three digits below 1000, `1.23e+04x` above; an exact zero is `0x`."""
-    if value == 0:
-        return "0x"
-    return f"{value:.1f}x" if 0.05 <= value < 1000 else f"{value:.2g}x" if value < 0.05 else f"{value:.2e}x"
-
-
-def _ids(ids: tuple[int, ...]) -> str:
-    """A long list is cut, and says how long it was."""
-    shown = ", ".join(str(one) for one in ids[:6])
-    return f"[{shown}]" if len(ids) <= 6 else f"[{shown}, … {len(ids)} in all]"
-
-
-def _where(first: Row | Choice) -> str:
+def _where(first: Row | Choice | Partial) -> str:
     if isinstance(first, Choice):
         return f"  at {first.place}"
+    if isinstance(first, Partial):
+        return f"  in request {first.request}, step {first.action}"
     return f"  bad from {first.first_bad}" if first.first_bad else ""
 
 
-def _is_blamed_with(row: Row, first: Row | Choice) -> bool:
+def _is_blamed_with(row: Row, first: Row | Choice | Partial) -> bool:
     return row.view == first.view and _is_same_run(row, first)
 
 
-def _is_same_run(row: Row, other: Row | Choice) -> bool:
+def _is_same_run(row: Row, other: Row | Choice | Partial) -> bool:
     return (row.level, row.workload, row.seed) == (other.level, other.workload, other.seed)
 
 
-def _owed_verdict(rows: Iterable[Row], choices: Iterable[Choice]) -> ReportVerdict:
+def _owed_verdict(rows: Iterable[Row], choices: Iterable[Choice], partials: Iterable[Partial]) -> ReportVerdict:
     verdicts = {row.verdict for row in rows} - {"missing"}
-    if "different" in verdicts or any(choice.is_different for choice in choices):
+    in_part = {partial.verdict for partial in partials} - {"missing"}
+    if "different" in verdicts | in_part or any(choice.is_different for choice in choices):
         return "different"
-    return "agrees" if verdicts else "nothing compared"
+    if verdicts:
+        return "agrees"
+    return "partial" if in_part else "nothing compared"
 
 
 def _sums(report: Report) -> Iterable[tuple[str, int, int]]:
@@ -390,7 +292,11 @@ def _sums(report: Report) -> Iterable[tuple[str, int, int]]:
     yield "bitwise equal", totals.bitwise_equal, verdicts["bitwise equal"]
     yield "different", totals.different, verdicts["different"]
     yield "missing", totals.missing, verdicts["missing"]
-    yield "workloads", totals.workloads, len({(row.workload, row.seed) for row in report.rows})
+    runs: list[Row | Partial] = [*report.rows, *report.partials]
+    yield "workloads", totals.workloads, len({(one.workload, one.seed) for one in runs})
+    in_part = Counter(partial.verdict for partial in report.partials)
+    yield "partial", totals.partial, len(report.partials) - in_part["missing"]
+    yield "partial, different", totals.partial_different, in_part["different"]
     yield "ties", totals.ties, choices["tie"]
     yield "near ties", totals.near_ties, choices["near tie"]
     yield "flips", totals.flips, choices["flip"]

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from parity.report.records import LayerRow, Report, Row, number
+from parity.report.evidence import Row, number
+from parity.report.records import LayerRow, Report
 
 MAX_WIDTH = 400
 SHOWN_ROWS = 8
@@ -94,7 +95,7 @@ def evidence_table(rows: Sequence[Row], title: str, shown: int = SHOWN_ROWS) -> 
     return table
 
 
-def more_than_shown(rows: Sequence[Row], shown: int = SHOWN_ROWS) -> str:
+def more_than_shown(rows: Sequence[object], shown: int = SHOWN_ROWS) -> str:
     return f" (the first {shown} of {len(rows)})" if len(rows) > shown else ""
 
 
@@ -125,14 +126,30 @@ def choice_lines(report: Report) -> list[str]:
     return lines
 
 
+def partial_table(report: Report) -> Table:
+    """Tensors of which only sums and samples are known: those that differ, then those closest to a limit."""
+    found = report.partly_compared
+    title = f"by sums and samples, the number that is off most{more_than_shown(found)}"
+    table = plain_table(title, ("tensor", "request", "verdict"), ("step", "numbers"))
+    table.add_column("distance of limit", no_wrap=True)
+    for one in found[:SHOWN_ROWS]:
+        table.add_row(one.tensor, one.request, one.verdict, f"{one.action}", f"{one.numbers}", one.amount)
+    return table
+
+
 def closing_lines(report: Report) -> list[str]:
     """What was not compared, how to run it again, and what to run next."""
     return [*omission_lines(report), *command_lines(report)]
 
 
 def omission_lines(report: Report) -> Iterator[str]:
+    for note in report.notes:
+        yield f"note: {note}"
     for line in report.skipped:
         yield f"skipped: {line}"
+    untold = [one for one in report.partials if one.verdict == "missing"]
+    if untold:
+        yield f"skipped: {len(untold)} tensors by sums and samples, the first is {untold[0].tensor}: {untold[0].reason}"
     missing = [row.tensor for row in report.rows if row.verdict == "missing"]
     if missing:
         yield f"missing: {len(missing)} tensors have no row in common, the first is {missing[0]}"

@@ -24,6 +24,7 @@ from parity.replay import Exchange
 from parity.report.check_text import print_check_report
 from parity.report.compare_text import print_comparison
 from parity.report.diagnosis_text import print_diagnosis
+from parity.report.evidence import times
 from parity.report.from_findings import layer_kinds, report_of_check, report_of_comparison, report_of_diagnosis
 from parity.report.heat_map import heat_maps
 from parity.report.html import html_page
@@ -31,7 +32,7 @@ from parity.report.json_lines import json_lines
 from parity.report.junit import junit_xml
 from parity.report.markdown import markdown
 from parity.report.plots import pictures
-from parity.report.records import Report, ReportError, times
+from parity.report.records import Report, ReportError
 from parity.report.write import write_reports
 from parity.run import traced
 from parity.runners.reference import ReferenceRunner
