@@ -13,7 +13,27 @@ from parity.report.options import HtmlFile, JsonFile, JunitFile, MarkdownFile
 GoldenArgument = Annotated[
     str, typer.Argument(metavar="GOLDEN", help="A golden folder, or `tiny`, which ships with the package.")
 ]
+ExpectedArgument = Annotated[
+    str, typer.Argument(metavar="EXPECTED", help="A golden folder, `tiny`, which ships, or a dump of another run.")
+]
+ActualArgument = Annotated[
+    Path, typer.Argument(metavar="ACTUAL", help="A dump: our folder (docs/dumps.md), or another tool's with --mapping.")
+]
 DumpArgument = Annotated[Path, typer.Argument(metavar="DUMP", help="A dump folder; how to write one: docs/dumps.md.")]
+MappingOption = Annotated[
+    str | None,
+    typer.Option(metavar="FILE|NAME", help="Names and layouts of ACTUAL: transformers, sglang, msprobe, llama_cpp."),
+]
+ExpectedMappingOption = Annotated[
+    str | None, typer.Option(metavar="FILE|NAME", help="The same of EXPECTED, where it is a dump too.")
+]
+ConfigOption = Annotated[
+    str | None,
+    typer.Option(metavar="tiny|released|CONFIG.json", help="The model's sizes. [config.json of the dump]"),
+]
+DifferentRunOption = Annotated[
+    bool, typer.Option("--allow-different-run", help="Compare although config, weights, inputs or workload differ.")
+]
 CheckpointOption = Annotated[
     Path | None, typer.Option(metavar="FOLDER", help="The golden's weights, if they are not synthetic.")
 ]
@@ -39,11 +59,12 @@ def golden(
     typer.echo(f"wrote {target}: {len(made.names())} tensors")
 
 
-def validate(dump: DumpArgument) -> None:
+def validate(dump: DumpArgument, config: ConfigOption = None) -> None:
     """Is a dump well formed, complete and plausible on its own? Lists what is not."""
+    from parity.sides import config_named
     from parity.validate import validate_dump
 
-    report = validate_dump(dump)
+    report = validate_dump(dump, config_named(config))
     typer.echo(
         f"{'VALID' if report.is_valid else 'INVALID'}  {report.path}: {report.tensors:,} tensors, "
         f"{report.elements:,} elements, {report.statistics:,} by statistics only, {report.steps} steps, "
@@ -56,39 +77,56 @@ def validate(dump: DumpArgument) -> None:
 
 
 def compare(
-    expected: GoldenArgument,
-    actual: DumpArgument,
+    expected: ExpectedArgument,
+    actual: ActualArgument,
+    mapping: MappingOption = None,
+    expected_mapping: ExpectedMappingOption = None,
+    config: ConfigOption = None,
+    allow_different_run: DifferentRunOption = False,
     verbose: VerboseOption = False,
     json: JsonFile = None,
     junit: JunitFile = None,
     markdown: MarkdownFile = None,
     html: HtmlFile = None,
 ) -> None:
-    """Does a recorded run agree with a golden? Runs no model."""
-    from parity.golden_compare import compare_to_golden
-    from parity.golden_file import Golden
+    """Does a recorded run agree with a golden, or with another recorded run? Runs no model.
+
+    A golden has measured noise: AGREES or DIFFERENT. Between two dumps errors are close within a derived bound, or not.
+    Where a dump has only sums and samples (llama.cpp, statistics), nothing can be proved equal: PARTIAL, exit code 0.
+    """
     from parity.report.compare_text import print_comparison
     from parity.report.from_findings import layer_kinds, report_of_comparison
     from parity.report.terminal import terminal
     from parity.report.write import write_reports
-    from parity.trace_file import open_trace
-    from reference.config import NoteConfig
+    from parity.sides import Options, compare_sides, is_golden
 
-    golden = Golden.open(expected)
-    comparison = compare_to_golden(golden, open_trace(actual))
-    kinds = layer_kinds(NoteConfig.from_json(golden.record.config).text)
-    report = report_of_comparison(comparison, golden.workload, golden.record.dtype, expected, str(actual), kinds)
+    options = Options(mapping, expected_mapping, config, allow_different_run)
+    found = compare_sides(expected, actual, options, with_detail=bool(json or html))
+    report = report_of_comparison(
+        found.comparison,
+        found.workload,
+        found.level,
+        expected,
+        str(actual),
+        layer_kinds(found.config) if found.config else None,
+        found.detail,
+        options.words,
+        found.notes,
+        can_be_diagnosed=is_golden(expected),
+    )
     write_reports(report, json, junit, markdown, html)
     print_comparison(report, terminal(), verbose)
-    if not comparison.compared:
+    if report.verdict == "nothing compared":
         raise typer.Exit(EXIT_UNUSABLE)
-    raise typer.Exit(EXIT_DISAGREES if comparison.is_different else EXIT_AGREES)
+    raise typer.Exit(EXIT_DISAGREES if report.verdict == "different" else EXIT_AGREES)
 
 
 def diagnose(
     expected: GoldenArgument,
-    actual: DumpArgument,
+    actual: ActualArgument,
     checkpoint: CheckpointOption = None,
+    mapping: MappingOption = None,
+    allow_different_run: DifferentRunOption = False,
     verbose: VerboseOption = False,
     json: JsonFile = None,
     junit: JunitFile = None,
@@ -100,21 +138,40 @@ def diagnose(
     from parity.faults.catalogue import CATALOGUE
     from parity.golden_file import Golden
     from parity.golden_reference import reference_of
+    from parity.golden_trace import golden_trace
+    from parity.manifest import DumpError
     from parity.report.diagnosis_text import print_diagnosis
     from parity.report.from_findings import layer_kinds, report_of_diagnosis
     from parity.report.terminal import progress_lines, terminal
     from parity.report.write import write_reports
-    from parity.trace_file import open_trace
+    from parity.sides import Options, detail_of, recorded_for
 
     golden = Golden.open(expected)
+    options = Options(mapping, allow_different_run=allow_different_run)
+    recorded, notes = recorded_for(golden, actual, options)
+    if recorded.statistics and not recorded.trace.names():
+        raise DumpError(
+            f"{actual}: has sums and samples only, and a diagnosis needs values; the first tensor that differs is found "
+            f"by note-parity compare {expected} {actual}{options.words}"
+        )
     reference = reference_of(golden, checkpoint)
     with progress_lines() as progress:
         diagnosis = diagnosed(
-            reference, open_trace(actual), golden.dtype, golden.workload, CATALOGUE.values(), progress=progress
+            reference, recorded.trace, golden.dtype, golden.workload, CATALOGUE.values(), progress=progress
         )
-    kinds = layer_kinds(reference.config.text)
+    if recorded.statistics:
+        notes = (*notes, f"{len(recorded.statistics)} tensors by sums and samples only: a diagnosis does not use them")
     report = report_of_diagnosis(
-        diagnosis, golden.workload, golden.record.dtype, expected, str(actual), CATALOGUE, kinds
+        diagnosis,
+        golden.workload,
+        golden.record.dtype,
+        expected,
+        str(actual),
+        CATALOGUE,
+        layer_kinds(reference.config.text),
+        detail_of(golden_trace(golden), recorded.trace, bool(json or html)),
+        options.words,
+        (*notes, *recorded.skipped),
     )
     write_reports(report, json, junit, markdown, html)
     print_diagnosis(report, terminal(), verbose)
