@@ -1,0 +1,365 @@
+"""Experts as grouped matrix products over rows sorted by expert.
+
+expert(x) = down · (silu(gate · x) · (up · x))                         y = Σ_k weight_k expert_k(x) + Σ shared(x)
+
+A row is a token at one of its slots: K chosen experts, then the shared ones, which are further experts (E, E+1, …) that
+every token chooses with weight 1. `sort_rows` orders rows by expert and cuts each expert's rows into tiles; the two
+products run over tiles of rows and blocks of weight rows, the weight blocks of a tile next to each other so that they
+share its activations, the tiles of an expert next to each other so that they share its weights. SwiGLU is fused
+into the first product. The second writes each row at its token and slot, and `combine` adds a token's rows.
+
+Sums are float32, with one rounding each: activated values, expert outputs, the combined output. No atomics: the same
+input gives the same bytes. All grids depend on shapes alone, and rows are counted on the device.
+Assumes expert ids in [0, E). Source: text_model specification, sections 11.2 and 11.4.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from optimized.errors import KernelInputError
+from optimized.kernels.common import check_tensor, dot, next_power_of_2, tile, tl, triton, widen
+
+# T tokens  D model  E experts with the shared ones  K chosen experts  S slots of a token  F ffn width  X = 2F
+# R = T · S rows by expert
+
+
+class ExpertPlan(NamedTuple):
+    """Which rows each expert works on; int32, on the device.
+
+    `slot_R`: token · slots + slot of each row, in the order of (expert, token). `offset_E`: the first row of each
+    expert, and the number of rows behind them. `tile_3M`: of each tile its expert (-1: no tile), first row and end.
+    """
+
+    slot_R: Tensor
+    offset_E: Tensor
+    tile_3M: Tensor
+    slots: int
+    tile_rows: int
+
+
+class Combined(NamedTuple):
+    """`output_TD`; the sums over chosen and over shared experts apart, None unless observed (or without any)."""
+
+    output_TD: Tensor
+    routed_TD: Tensor | None
+    shared_TD: Tensor | None
+
+
+def rows_per_tile(T: int, K: int, E: int, dtype: torch.dtype) -> int:
+    """The tile that holds the rows of most experts at once when T tokens choose evenly."""
+    if dtype == torch.float32:
+        return 16
+    return tile(-(-T * K // E), 16, 128)
+
+
+def tile_bound(T: int, K: int, E: int, shared: int, tile_rows: int) -> int:
+    """The most tiles that T tokens can need, however they choose."""
+    busy = min(E, T * K)
+    return (T * K + busy * (tile_rows - 1)) // tile_rows + shared * -(-T // tile_rows)
+
+
+def sort_rows_torch(expert_ids_TK: Tensor, E: int, tile_rows: int, shared: int = 0) -> ExpertPlan:
+    """The definition: a stable sort of rows by expert."""
+    T, K = expert_ids_TK.shape
+    device = expert_ids_TK.device
+    shared_ids_TX = torch.arange(E, E + shared, device=device).expand(T, -1)
+    ids_R = torch.cat((expert_ids_TK.long(), shared_ids_TX), dim=1).flatten()
+    counts_E = torch.bincount(ids_R, minlength=E + shared)
+    ends_E, tiles_E = counts_E.cumsum(0), (counts_E + tile_rows - 1) // tile_rows
+    last_tile_E = tiles_E.cumsum(0)
+    tile_M = torch.arange(tile_bound(T, K, E, shared, tile_rows), device=device)
+    expert_M = torch.searchsorted(last_tile_E, tile_M, right=True)
+    exists_M = expert_M < E + shared
+    expert_M = expert_M.clamp(max=E + shared - 1)
+    end_M = ends_E[expert_M]
+    first_M = end_M - counts_E[expert_M] + (tile_M - last_tile_E[expert_M] + tiles_E[expert_M]) * tile_rows
+    tile_3M = torch.stack((expert_M, first_M, torch.minimum(first_M + tile_rows, end_M))).where(exists_M, -1)
+    offset_E = F.pad(ends_E, (1, 0))
+    return ExpertPlan(ids_R.argsort(stable=True).int(), offset_E.int(), tile_3M.int(), K + shared, tile_rows)
+
+
+def sort_rows_triton(expert_ids_TK: Tensor, E: int, tile_rows: int, shared: int = 0) -> ExpertPlan:
+    """Plan the rows of `expert_ids_TK` (int32, in [0, E)) and of `shared` experts behind them. One launch.
+
+    Each expert has a program, which counts all ids to know where its rows begin, then places them.
+    Raises: KernelInputError for another shape or dtype.
+    """
+    check_tensor("expert ids", expert_ids_TK, (None, None), torch.int32)
+    T, K = expert_ids_TK.shape
+    device = expert_ids_TK.device
+    tiles = tile_bound(T, K, E, shared, tile_rows)
+    plan = ExpertPlan(
+        torch.empty(T * (K + shared), dtype=torch.int32, device=device),
+        torch.empty(E + shared + 1, dtype=torch.int32, device=device),
+        torch.empty(3, tiles, dtype=torch.int32, device=device),
+        K + shared,
+        tile_rows,
+    )
+    block = tile(T * K, 16, 2048)
+    _sort_rows_kernel[(E + shared,)](
+        expert_ids_TK.contiguous(), plan.slot_R, plan.offset_E, plan.tile_3M, T, E, shared, tiles, tile_rows,
+        K=K, BLOCK=block, BINS=next_power_of_2(E + shared + 1), num_warps=4 if block <= 512 else 8,
+    )  # fmt: skip
+    return plan
+
+
+def expert_swiglu_torch(x_TD: Tensor, gate_up_EXD: Tensor, plan: ExpertPlan) -> Tensor:
+    """The definition, expert by expert: act_RF, silu(gate · x) · (up · x) of each row, rounded once."""
+    wide = torch.promote_types(x_TD.dtype, torch.float32)
+    act_RF = x_TD.new_empty(len(plan.slot_R), gate_up_EXD.shape[1] // 2)
+    for rows, gate_up_XD in zip(_rows_of_experts(plan), gate_up_EXD, strict=True):
+        x_RD = x_TD[plan.slot_R[rows].long() // plan.slots]
+        gate_RF, up_RF = (x_RD.to(wide) @ gate_up_XD.to(wide).T).chunk(2, dim=-1)
+        act_RF[rows] = (F.silu(gate_RF) * up_RF).to(x_TD.dtype)
+    return act_RF
+
+
+def expert_swiglu_triton(x_TD: Tensor, gate_up_EXD: Tensor, plan: ExpertPlan) -> Tensor:
+    """act_RF in the dtype of `x_TD` (float32 or bfloat16); weight rows are [gate F | up F]. Sums in float32.
+
+    Raises: KernelInputError for other shapes or dtypes.
+    """
+    check_tensor("x", x_TD, (None, None), torch.float32, torch.bfloat16)
+    T, D = x_TD.shape
+    check_tensor("gate and up weights", gate_up_EXD, (len(plan.offset_E) - 1, None, D), x_TD.dtype)
+    X = gate_up_EXD.shape[1]
+    if X % 2 or T * plan.slots != len(plan.slot_R):
+        raise KernelInputError(
+            f"expected gate and up rows in equal numbers for {len(plan.slot_R) // plan.slots} tokens as planned, "
+            f"found {X} rows and {T} tokens"
+        )
+    act_RF = torch.empty(len(plan.slot_R), X // 2, dtype=x_TD.dtype, device=x_TD.device)
+    if act_RF.numel() == 0:
+        return act_RF
+    block_f, block_d, warps, stages = blocks(plan.tile_rows, x_TD.dtype, paired=True)
+    tiles = plan.tile_3M.shape[1]
+    _swiglu_kernel[(tiles * triton.cdiv(X // 2, block_f),)](
+        x_TD, gate_up_EXD, act_RF, plan.slot_R, plan.tile_3M, tiles, D, X // 2, plan.slots,
+        x_TD.stride(0), gate_up_EXD.stride(0), gate_up_EXD.stride(1),
+        BLOCK_R=plan.tile_rows, BLOCK_F=block_f, BLOCK_D=block_d, WIDEN=widen(x_TD.dtype),
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return act_RF
+
+
+def expert_down_torch(act_RF: Tensor, down_EDF: Tensor, plan: ExpertPlan) -> Tensor:
+    """The definition, expert by expert: rows_TSD, the expert outputs of each token, rounded once."""
+    wide = torch.promote_types(act_RF.dtype, torch.float32)
+    by_slot_RD = act_RF.new_empty(len(act_RF), down_EDF.shape[1])
+    for rows, down_DF in zip(_rows_of_experts(plan), down_EDF, strict=True):
+        by_slot_RD[plan.slot_R[rows].long()] = (act_RF[rows].to(wide) @ down_DF.to(wide).T).to(act_RF.dtype)
+    return by_slot_RD.unflatten(0, (-1, plan.slots))
+
+
+def expert_down_triton(act_RF: Tensor, down_EDF: Tensor, plan: ExpertPlan) -> Tensor:
+    """rows_TSD, the expert outputs of each token at its slots, in the dtype of `act_RF` (float32 or bfloat16).
+
+    Sums in float32. Raises: KernelInputError for other shapes or dtypes.
+    """
+    check_tensor("activated rows", act_RF, (len(plan.slot_R), None), torch.float32, torch.bfloat16)
+    R, width = act_RF.shape
+    check_tensor("down weights", down_EDF, (len(plan.offset_E) - 1, None, width), act_RF.dtype)
+    D = down_EDF.shape[1]
+    rows_TSD = torch.empty(R // plan.slots, plan.slots, D, dtype=act_RF.dtype, device=act_RF.device)
+    if R == 0:
+        return rows_TSD
+    block_d, block_f, warps, stages = blocks(plan.tile_rows, act_RF.dtype, paired=False)
+    tiles = plan.tile_3M.shape[1]
+    _down_kernel[(tiles * triton.cdiv(D, block_d),)](
+        act_RF, down_EDF, rows_TSD, plan.slot_R, plan.tile_3M, tiles, D, width,
+        act_RF.stride(0), down_EDF.stride(0), down_EDF.stride(1),
+        BLOCK_R=plan.tile_rows, BLOCK_D=block_d, BLOCK_F=block_f, WIDEN=widen(act_RF.dtype),
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return rows_TSD
+
+
+def combine_torch(rows_TSD: Tensor, weights_TK: Tensor, observe: bool = False) -> Combined:
+    """The definition: Σ weight · row over the first K slots of a token, plus the rows of its other slots."""
+    dtype, K = rows_TSD.dtype, weights_TK.shape[1]
+    chosen_TKD, shared_TSD = rows_TSD.to(torch.promote_types(dtype, torch.float32)).tensor_split([K], dim=1)
+    routed_TD, shared_TD = (chosen_TKD * weights_TK[..., None]).sum(1), shared_TSD.sum(1)
+    return Combined(
+        (routed_TD + shared_TD).to(dtype),
+        routed_TD.to(dtype) if observe else None,
+        shared_TD.to(dtype) if observe and shared_TSD.shape[1] else None,
+    )
+
+
+def combine_triton(rows_TSD: Tensor, weights_TK: Tensor, observe: bool = False) -> Combined:
+    """Add up the expert outputs of each token, in float32 with one rounding of each tensor returned.
+
+    rows_TSD float32 or bfloat16, weights_TK float32 with K ≤ S slots. Raises: KernelInputError.
+    """
+    check_tensor("expert outputs", rows_TSD, (None, None, None), torch.float32, torch.bfloat16)
+    T, slots, D = rows_TSD.shape
+    check_tensor("expert weights", weights_TK, (T, None), torch.float32)
+    K = weights_TK.shape[1]
+    if slots < K:
+        raise KernelInputError(f"expected a row for each of {K} expert weights of a token, found {slots}")
+    output_TD = torch.empty(T, D, dtype=rows_TSD.dtype, device=rows_TSD.device)
+    routed_TD = torch.empty_like(output_TD) if observe else None
+    shared_TD = torch.empty_like(output_TD) if observe and slots > K else None
+    if T:
+        block_d = tile(D, 16, 1024)
+        _combine_kernel[(T, triton.cdiv(D, block_d))](
+            rows_TSD, weights_TK.contiguous(), output_TD, routed_TD, shared_TD, D, *rows_TSD.stride()[:2],
+            K=K, SLOTS=slots, OBSERVE=observe, BLOCK_D=block_d, num_warps=4,
+        )  # fmt: skip
+    return Combined(output_TD, routed_TD, shared_TD)
+
+
+def blocks(tile_rows: int, dtype: torch.dtype, paired: bool) -> tuple[int, int, int, int]:
+    """Weight rows of a block, depth of a step, warps and stages. `paired`: each weight row is a gate and an up row."""
+    if dtype == torch.float32:
+        return 32, 32, 4, 2
+    if tile_rows <= 32:
+        return (32, 128, 4, 4) if paired else (64, 128, 4, 4)
+    return (128, 64, 8, 4) if paired else (256, 64, 8, 4)
+
+
+def _rows_of_experts(plan: ExpertPlan) -> list[slice]:
+    offsets = plan.offset_E.tolist()
+    return [slice(first, end) for first, end in pairwise(offsets)]
+
+
+@triton.jit(do_not_specialize=["T", "tiles"])
+def _sort_rows_kernel(
+    ids, slot_out, offset_out, tile_out, T, E, shared, tiles, tile_rows,
+    K: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
+    """One expert: counts the rows and tiles before its own, then writes its offset, tiles and rows in order."""
+    expert = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    lanes = tl.arange(0, BLOCK)
+    counts = tl.zeros([BINS], tl.int32)
+    for start in range(0, T * K, BLOCK):
+        i = start + lanes
+        # The last bin belongs to no expert.
+        counts += tl.histogram(tl.load(ids + i, mask=i < T * K, other=BINS - 1), BINS)
+    counts = tl.where(bins < E, counts, tl.where(bins < E + shared, T, 0))
+    tile_counts = (counts + tile_rows - 1) // tile_rows
+    first_row = tl.sum(tl.where(bins < expert, counts, 0), axis=0)
+    first_tile = tl.sum(tl.where(bins < expert, tile_counts, 0), axis=0)
+    own_rows = tl.sum(tl.where(bins == expert, counts, 0), axis=0)
+    own_tiles = tl.sum(tl.where(bins == expert, tile_counts, 0), axis=0)
+    end_row = first_row + own_rows
+
+    tl.store(offset_out + expert, first_row)
+    for start in range(0, own_tiles, BLOCK):
+        i = start + lanes
+        row = first_row + i * tile_rows
+        out = tile_out + first_tile + i
+        tl.store(out, expert + tl.zeros_like(i), mask=i < own_tiles)
+        tl.store(out + tiles, row, mask=i < own_tiles)
+        tl.store(out + 2 * tiles, tl.minimum(row + tile_rows, end_row), mask=i < own_tiles)
+    if expert == E + shared - 1:
+        tl.store(offset_out + expert + 1, end_row)
+        for start in range(first_tile + own_tiles, tiles, BLOCK):
+            i = start + lanes
+            for part in tl.static_range(3):
+                tl.store(tile_out + part * tiles + i, tl.full([BLOCK], -1, tl.int32), mask=i < tiles)
+
+    if expert < E:
+        placed = first_row
+        for start in range(0, T * K, BLOCK):
+            i = start + lanes
+            is_own = (tl.load(ids + i, mask=i < T * K, other=-1) == expert).to(tl.int32)
+            row = placed + tl.cumsum(is_own, axis=0) - 1
+            tl.store(slot_out + row, i // K * (K + shared) + i % K, mask=is_own != 0)
+            placed += tl.sum(is_own, axis=0)
+    else:
+        for start in range(0, T, BLOCK):
+            t = start + lanes
+            tl.store(slot_out + first_row + t, t * (K + shared) + K + expert - E, mask=t < T)
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def _swiglu_kernel(
+    x, gate_up, act, slot_of_row, tile_map, tiles, D, F, slots, x_stride, expert_stride, weight_stride,
+    BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """act[row, f] = silu(gate[f] · x) (up[f] · x), x of the row's token."""
+    f_blocks = tl.cdiv(F, BLOCK_F)
+    tile_index = tl.program_id(0) // f_blocks
+    expert = tl.load(tile_map + tile_index)
+    if expert < 0:
+        return
+    rows = tl.load(tile_map + tiles + tile_index) + tl.arange(0, BLOCK_R)
+    in_tile = rows < tl.load(tile_map + 2 * tiles + tile_index)
+    token = tl.load(slot_of_row + rows, mask=in_tile, other=0) // slots
+    f = tl.program_id(0) % f_blocks * BLOCK_F + tl.arange(0, BLOCK_F)
+    d = tl.arange(0, BLOCK_D)
+
+    a_rows = x + token.to(tl.int64)[:, None] * x_stride + d[None, :]  # [BLOCK_R, BLOCK_D]
+    gate_rows = gate_up + expert.to(tl.int64) * expert_stride + f.to(tl.int64)[None, :] * weight_stride + d[:, None]
+    up_rows = gate_up + expert.to(tl.int64) * expert_stride + (f + F).to(tl.int64)[None, :] * weight_stride + d[:, None]
+    gate = tl.zeros([BLOCK_R, BLOCK_F], tl.float32)
+    up = tl.zeros([BLOCK_R, BLOCK_F], tl.float32)
+    for start in range(0, D, BLOCK_D):
+        deep = start + d < D
+        weight_mask = deep[:, None] & (f < F)[None, :]
+        a = tl.load(a_rows + start, mask=in_tile[:, None] & deep[None, :], other=0.0)
+        gate = dot(a, tl.load(gate_rows + start, mask=weight_mask, other=0.0), gate, WIDEN)
+        up = dot(a, tl.load(up_rows + start, mask=weight_mask, other=0.0), up, WIDEN)
+    activated = gate / (1.0 + tl.exp(-gate)) * up
+    out = act + rows.to(tl.int64)[:, None] * F + f[None, :]
+    tl.store(out, activated.to(act.dtype.element_ty), mask=in_tile[:, None] & (f < F)[None, :])
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def _down_kernel(
+    act, down, out, slot_of_row, tile_map, tiles, D, F, act_stride, expert_stride, weight_stride,
+    BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_F: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """out[slot of the row, d] = down[d] · act[row]."""
+    d_blocks = tl.cdiv(D, BLOCK_D)
+    tile_index = tl.program_id(0) // d_blocks
+    expert = tl.load(tile_map + tile_index)
+    if expert < 0:
+        return
+    rows = tl.load(tile_map + tiles + tile_index) + tl.arange(0, BLOCK_R)
+    in_tile = rows < tl.load(tile_map + 2 * tiles + tile_index)
+    d = tl.program_id(0) % d_blocks * BLOCK_D + tl.arange(0, BLOCK_D)
+    f = tl.arange(0, BLOCK_F)
+
+    a_rows = act + rows.to(tl.int64)[:, None] * act_stride + f[None, :]  # [BLOCK_R, BLOCK_F]
+    down_rows = down + expert.to(tl.int64) * expert_stride + d.to(tl.int64)[None, :] * weight_stride + f[:, None]
+    sums = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
+    for start in range(0, F, BLOCK_F):
+        deep = start + f < F
+        a = tl.load(a_rows + start, mask=in_tile[:, None] & deep[None, :], other=0.0)
+        b = tl.load(down_rows + start, mask=deep[:, None] & (d < D)[None, :], other=0.0)
+        sums = dot(a, b, sums, WIDEN)
+    slot = tl.load(slot_of_row + rows, mask=in_tile, other=0)
+    out_rows = out + slot.to(tl.int64)[:, None] * D + d[None, :]
+    tl.store(out_rows, sums.to(out.dtype.element_ty), mask=in_tile[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def _combine_kernel(
+    rows, weights, output, routed_out, shared_out, D, token_stride, slot_stride,
+    K: tl.constexpr, SLOTS: tl.constexpr, OBSERVE: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """output[t] = Σ weight · row over the K chosen slots + Σ row over the shared ones."""
+    t = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    of_token = rows + t * token_stride + d
+    routed = tl.zeros([BLOCK_D], tl.float32)
+    shared = tl.zeros([BLOCK_D], tl.float32)
+    for k in tl.static_range(K):
+        row = tl.load(of_token + k * slot_stride, mask=d < D, other=0.0).to(tl.float32)
+        routed += row * tl.load(weights + t * K + k)
+    for k in tl.static_range(K, SLOTS):
+        shared += tl.load(of_token + k * slot_stride, mask=d < D, other=0.0).to(tl.float32)
+    tl.store(output + t * D + d, (routed + shared).to(output.dtype.element_ty), mask=d < D)
+    if OBSERVE:
+        tl.store(routed_out + t * D + d, routed.to(output.dtype.element_ty), mask=d < D)
+        if SLOTS > K:
+            tl.store(shared_out + t * D + d, shared.to(output.dtype.element_ty), mask=d < D)
