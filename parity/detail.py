@@ -58,13 +58,14 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Detail:
-    """`of`: which run it is of, where there are several."""
+    """`level` and `workload` say which run it is of, where there are several."""
 
     by_step: tuple[StepError, ...] = ()
     ulps: tuple[UlpClass, ...] = ()
     overlaps: tuple[Overlap, ...] = ()
     end_to_end: EndToEnd | None = None
-    of: str = ""
+    level: str = ""
+    workload: str = ""
 
     @property
     def is_known(self) -> bool:

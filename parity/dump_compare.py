@@ -30,7 +30,7 @@ from parity.router_order import ids_of_weights, in_order_of_ids
 from parity.schema import decided_by, layer_of, spec_of
 from parity.statistics import PartialResult, RowNoise, judged, missing
 from parity.stored import Expected, StoredJudge
-from parity.stored_partial import SummarisedRows, keys_of_rows
+from parity.stored_partial import SummarisedRows, in_width_of, keys_of_rows
 from parity.tolerance import FALSE_ALARM_RATE, Floor, noise_limit, one_rounding
 from parity.trace import RowKey, Trace
 from parity.workload import Workload
@@ -63,9 +63,9 @@ def compare_dumps(
     tables = RecordedTables(expected, dtype, depth)
     side, other = _Side(expected, expected_statistics), _Side(actual, statistics)
     alone = [entry for key, entry in other.entries.items() if key not in side.entries]
-    comparison = StoredJudge(
-        Expected(tables, expected, families, "close"), actual, alone, false_alarm_rate
-    ).comparison()
+    summarised = frozenset(entry.name for entry in expected_statistics)
+    stored = Expected(tables, expected, families, "close", summarised)
+    comparison = StoredJudge(stored, actual, alone, false_alarm_rate).comparison()
     noise = partial(derived_noise, dtype=dtype, layers=depth)
     partials = (*comparison.partials, *_partials(side, other, noise, false_alarm_rate))
     return replace(comparison, partials=partials)
@@ -94,15 +94,17 @@ class _Side:
         self.trace = trace
         self.entries = {(entry.name, entry.request, keys): entry for entry, keys in keys_of_rows(trace, statistics)}
 
-    def rows(self, name: str, request: str, keys: Sequence[RowKey]) -> Tensor | None:
+    def rows(self, entry: SummarisedRows, keys: Sequence[RowKey]) -> Tensor | None:
         """The values of these rows, if all of them are there."""
+        name, request = entry.name, entry.request
         if not self.trace.has(name, request):
             return None
         table = self.trace.table(name, request)
         row_of = {key: row for row, key in enumerate(table.keys)}
         if any(key not in row_of for key in keys):
             return None
-        return table.values[torch.tensor([row_of[key] for key in keys], dtype=torch.long)]
+        values = table.values[torch.tensor([row_of[key] for key in keys], dtype=torch.long)]
+        return in_width_of(entry, values)
 
 
 def _partials(
@@ -114,7 +116,7 @@ def _partials(
     for (name, request, keys), entry in expected.entries.items():
         spec = spec_of(name)
         found = actual.entries.get((name, request, keys))
-        other = found.statistics if found else actual.rows(name, request, keys)
+        other = found.statistics if found else actual.rows(entry, keys)
         if other is None:
             yield missing(entry, "the actual side has no such tensor")
         elif spec is None or spec.kind == "choice" or name.endswith("router.weights"):

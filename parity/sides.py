@@ -108,6 +108,7 @@ def _against_dump(expected: Path, actual: Path, options: Options, with_detail: b
     config = config or right.identity.config
     notes = _run_notes(left.identity, right.identity, options)
     dtype = _coarser(left.dtype, right.dtype)
+    notes.append(f"neither side is a golden: the noise is derived from {_word(dtype)} and the depth, not measured")
     workload = left.identity.workload or right.identity.workload
     layers = config.text.num_hidden_layers if config else None
     found = compare_dumps(left.trace, right.trace, dtype, workload, layers, left.statistics, right.statistics)

@@ -50,12 +50,16 @@ class Stored(Protocol):
 @dataclass(frozen=True)
 class Expected:
     """The expected side: tables, the same rows by the steps that computed them, requests with those forked from them,
-    and the word for an error that may be noise: *within noise* where noise was measured, else *close*."""
+    and the word for an error that may be noise: *within noise* where noise was measured, else *close*.
+
+    `summarised`: names of which the expected side has sums and samples only, which somebody else compares.
+    """
 
     tables: Stored
     trace: Trace
     families: Mapping[str, set[str]]
     word: Verdict
+    summarised: frozenset[str] = frozenset()
 
 
 class StoredJudge:
@@ -88,7 +92,10 @@ class StoredJudge:
         self._choice_rows = 0
         self._causes: list[Cause] = []
         known, shown = set(tables.names()), recorded | {entry.name for entry in statistics}
-        self._skipped = [f"{name}: not on the expected side" for name in candidate.names() if name not in known]
+        self._skipped: list[str] = []
+        self._behind: dict[Cause, Counter[str]] = {}
+        if foreign := [name for name in candidate.names() if name not in known | expected.summarised]:
+            self._skipped.append(f"{len(foreign)} tensors are not on the expected side, the first is {foreign[0]}")
         if absent := [name for name in tables.names() if name not in shown]:
             self._skipped.append(f"{len(absent)} of {len(known)} tensors are not in the dump, the first is {absent[0]}")
 
@@ -99,8 +106,13 @@ class StoredJudge:
         self._causes.sort(key=lambda cause: dataflow_key(cause.name))
         probes = [result for name in self._names if not _is_choice(name) if (result := self._probe(name))]
         partials = self._partials()
-        skipped = tuple(self._skipped)
+        skipped = (*self._skipped, *self._lines_behind())
         return Comparison(tuple(probes), tuple(choices), self._choice_rows, self._rate, skipped, partials)
+
+    def _lines_behind(self) -> Iterable[str]:
+        """Behind which choices how much was not judged; most of it first."""
+        for cause, rows in sorted(self._behind.items(), key=lambda pair: -pair[1].total()):
+            yield f"{rows.total()} rows of {len(rows)} tensors not judged, behind the {cause}"
 
     def _partials(self) -> tuple[PartialResult, ...]:
         def cause(name: str, place: Place) -> Cause | None:
@@ -228,7 +240,7 @@ class StoredJudge:
         places = [Place(request, position, occurrence) for position, occurrence in keys]
         causes = [self._cause(name, place) for place in places]
         for cause, count in Counter(cause for cause in causes if cause).items():
-            self._skipped.append(f"{name}, request {request}: {count} rows not judged, behind the {cause}")
+            self._behind.setdefault(cause, Counter())[name] += count
         if missing:
             self._skipped.append(f"{name}, request {request}: {missing} rows that only one side has")
         judged = torch.tensor([row for row, cause in enumerate(causes) if not cause], dtype=torch.long)

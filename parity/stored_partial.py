@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch import Tensor
 
 from parity.findings import Place
 from parity.schema import dataflow_key, spec_of
@@ -100,7 +101,11 @@ def _result(
     if not len(rows):
         return missing(entry, "no rows")
     limits = table.floor.limits(allowed(table.floor.spread))[rows]
-    if spec.kind == "scores":
-        values = values[..., : entry.shape[-1]]  # later steps have more keys
     row_noise = RowNoise(float(noise.max()), float((noise * limits).max()))
-    return judged(entry, values, entry.statistics, row_noise, comparisons)
+    return judged(entry, in_width_of(entry, values), entry.statistics, row_noise, comparisons)
+
+
+def in_width_of(entry: SummarisedRows, values: Tensor) -> Tensor:
+    """Scores of a table are as wide as its last step, which has more keys than those before."""
+    spec = spec_of(entry.name)
+    return values[..., : entry.shape[-1]] if spec and spec.kind == "scores" else values

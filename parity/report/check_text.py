@@ -32,5 +32,5 @@ def print_check_report(report: Report, console: Console, verbose: bool = False) 
         print_table(layer_levels_table(report), console)
         if verbose:
             print_table(tensor_table(report), console)
-    for line in (*end_to_end_lines(report.detail), *choice_lines(report), *closing_lines(report)):
+    for line in (*choice_lines(report), *end_to_end_lines(report.detail), *closing_lines(report, verbose)):
         print_line(line, console)

@@ -35,7 +35,7 @@ def print_comparison(report: Report, console: Console, verbose: bool = False) ->
             print_table(tensor_table(report), console)
     if report.partly_compared:
         print_table(partial_table(report), console)
-    for line in (*end_to_end_lines(report.detail), *choice_lines(report), *closing_lines(report)):
+    for line in (*end_to_end_lines(report.detail), *choice_lines(report), *closing_lines(report, verbose)):
         print_line(line, console)
 
 
@@ -53,10 +53,10 @@ def end_to_end_lines(detail: Detail) -> Iterator[str]:
     found = detail.end_to_end
     if found is None:
         return
-    where = f"{detail.of}: " if detail.of else ""
+    of = f" ({detail.level}, {detail.workload})" if detail.level else ""
     yield (
-        f"{where}{found.name}: best token agrees in {found.agreeing_rows:,} of "
-        f"{found.rows:,} rows; KL divergence {number(found.mean_kl)} nats on average, {number(found.largest_kl)} at most"
+        f"{found.name}{of}: the same best token in {found.agreeing_rows:,} of {found.rows:,} rows; "
+        f"KL divergence {number(found.mean_kl)} nats on average, {number(found.largest_kl)} at most"
     )
     if found.rows_without_distribution:
         yield f"{found.name}: {found.rows_without_distribution:,} rows hold NaN or +inf"

@@ -42,7 +42,7 @@ def print_diagnosis(report: Report, console: Console, verbose: bool = False) -> 
         _print_tried(fault, console)
     if report.compared and verbose:
         print_table(tensor_table(report), console)
-    for line in (*end_to_end_lines(report.detail), *choice_lines(report), *closing_lines(report)):
+    for line in (*end_to_end_lines(report.detail), *choice_lines(report), *closing_lines(report, verbose)):
         print_line(line, console)
 
 

@@ -176,7 +176,8 @@ class Partial:
         """The number that comes closest to its limit, beside that limit."""
         if self.worst is None:
             return "missing"
-        return f"{self.worst.what} off by {number(abs(self.worst.actual - self.worst.expected))} of {self._limit}"
+        distance = abs(self.worst.actual - self.worst.expected)
+        return f"{self.worst.what} off by {number(distance)} of {self._limit}" if distance else "all numbers are equal"
 
     @property
     def phrase(self) -> str:

@@ -51,7 +51,11 @@ def report_of_check(
         first = _Run(different.level, different.workload).record(different.comparison.first)
         workload = shlex.quote(different.workload.text())
         again = f"{command} --level {different.level} --workload {workload} --seed {different.workload.seed}"
-    detailed = [run.comparison.detail for run in report.runs if run.comparison.detail.is_known]
+    detailed = [
+        replace(run.comparison.detail, level=run.level, workload=run.workload.text())
+        for run in report.runs
+        if run.comparison.detail.is_known
+    ]
     totals = Totals(
         workloads=len({(run.workload.text(), run.workload.seed) for run in report.runs if run.comparison.probes}),
         tensors=report.compared,
@@ -102,7 +106,9 @@ def report_of_comparison(
     paths = f"{shlex.quote(expected)} {shlex.quote(actual)}{options}"
     run, first = _Run(level, workload), _first(comparison)
     again = f"note-parity compare {paths}"
-    follow_up = f"note-parity diagnose {paths}" if can_be_diagnosed else f"{again} --verbose"
+    # A diagnosis applies faults to a reference, and computes from recorded values.
+    has_values = can_be_diagnosed and comparison.compared > 0
+    follow_up = f"note-parity diagnose {paths}" if has_values else f"{again} --verbose"
     return Report(
         "compare",
         expected,

@@ -65,11 +65,13 @@ def _by_step(report: Report) -> HeatMap | None:
         return None
     layers = tuple(dict.fromkeys(layer for layer, _ in errors))
     actions = sorted({action for _, action in errors})
-    words = report.rows[0].workload.split() if report.rows and not report.detail.of else []
+    workload = report.detail.workload or (report.rows[0].workload if report.rows else "")
+    words = workload.split()
     columns = tuple(f"{action}  {words[action]}" if action < len(words) else f"{action}" for action in actions)
     values = tuple(tuple(errors.get((layer, action)) for action in actions) for layer in layers)
     unit = "relative error of the layer's output"
-    return HeatMap("Error by layer and step", unit, layers, columns, values, None, "step")
+    title = f"Error by layer and step{f', level {report.detail.level}' if report.detail.level else ''}"
+    return HeatMap(title, unit, layers, columns, values, None, "step")
 
 
 def _by_workload(report: Report) -> Iterator[HeatMap]:

@@ -33,7 +33,7 @@ def html_page(report: Report) -> str:
             report=report,
             findings=list(finding_lines(report)),
             notes=[*end_to_end_lines(report.detail), *choice_lines(report)],
-            closing=closing_lines(report),
+            closing=closing_lines(report, verbose=True),
             flips=[choice for choice in report.choices if choice.is_different],
             has_outputs=any(row.arrives or row.added for row in report.layers),
             pictures=pictures(report),

@@ -169,7 +169,7 @@ class Report:
         if worst is None:
             return (
                 f"PARTIAL  {self.actual} with {self.expected}: nothing differs in the sums and samples of "
-                f"{totals.partial:,} tensors; their values are not there"
+                f"{totals.partial:,} tensors of single steps; their values are not there"
             )
         also = f"; of {totals.partial:,} more only sums and samples" if totals.partial else ""
         return (

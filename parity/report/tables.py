@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
@@ -129,7 +130,7 @@ def choice_lines(report: Report) -> list[str]:
 def partial_table(report: Report) -> Table:
     """Tensors of which only sums and samples are known: those that differ, then those closest to a limit."""
     found = report.partly_compared
-    title = f"by sums and samples, the number that is off most{more_than_shown(found)}"
+    title = f"by sums and samples{more_than_shown(found)}"
     table = plain_table(title, ("tensor", "request", "verdict"), ("step", "numbers"))
     table.add_column("distance of limit", no_wrap=True)
     for one in found[:SHOWN_ROWS]:
@@ -137,22 +138,30 @@ def partial_table(report: Report) -> Table:
     return table
 
 
-def closing_lines(report: Report) -> list[str]:
+def closing_lines(report: Report, verbose: bool = False) -> list[str]:
     """What was not compared, how to run it again, and what to run next."""
-    return [*omission_lines(report), *command_lines(report)]
+    return [*omission_lines(report, verbose), *command_lines(report)]
 
 
-def omission_lines(report: Report) -> Iterator[str]:
-    for note in report.notes:
-        yield f"note: {note}"
-    for line in report.skipped:
-        yield f"skipped: {line}"
-    untold = [one for one in report.partials if one.verdict == "missing"]
-    if untold:
-        yield f"skipped: {len(untold)} tensors by sums and samples, the first is {untold[0].tensor}: {untold[0].reason}"
+def omission_lines(report: Report, verbose: bool = False) -> Iterator[str]:
+    """What a reader has to know, and what was not compared; without `verbose` the first lines of each."""
+    for word, lines in (("note", list(report.notes)), ("skipped", [*report.skipped, *_untold(report)])):
+        shown = lines if verbose else lines[:SHOWN_ROWS]
+        yield from (f"{word}: {line}" for line in shown)
+        if len(lines) > len(shown):
+            yield f"{word}: {len(lines) - len(shown):,} more lines; all of them with --verbose or --json"
     missing = [row.tensor for row in report.rows if row.verdict == "missing"]
     if missing:
         yield f"missing: {len(missing)} tensors have no row in common, the first is {missing[0]}"
+
+
+def _untold(report: Report) -> Iterator[str]:
+    """Sums and samples that were held against nothing, by the reason."""
+    untold = [one for one in report.partials if one.verdict == "missing"]
+    counts = Counter(one.reason for one in untold)
+    for reason, count in counts.most_common():
+        first = next(one.tensor for one in untold if one.reason == reason)
+        yield f"sums and samples of {count:,} tensors of single steps, the first is {first}: {reason}"
 
 
 def command_lines(report: Report) -> Iterator[str]:

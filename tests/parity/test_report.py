@@ -260,7 +260,8 @@ def test_figures_are_the_same_bytes_every_time_and_say_what_they_show() -> None:
 
 
 def test_heat_maps(checked: CheckReport, diagnosed: Report) -> None:
-    (by_workload,) = heat_maps(report_of_check(checked, KINDS))
+    by_step, by_workload = heat_maps(report_of_check(checked, KINDS))
+    assert (by_step.title, by_step.columns) == ("Error by layer and step, level exact", ("0  p:a9", "1  d:a"))
     assert by_workload.columns == ("p:a9 d:a", "p:a5+b3 d:b")
     assert by_workload.layers[:3] == ("embeddings", "0", "1")
     (by_step,) = heat_maps(diagnosed)
