@@ -108,16 +108,22 @@ def check(
                 skipped[line.partition(": ")[2]] = None
             # Each layer from its own input is the sharper test; how error grows over depth is shown once.
             views: tuple[View, ...] = ("cascade", "isolated") if number == 1 else ("isolated",)
-            runs.append(Run(level, workload, _compared(reference(level), recorder, level, workload, views)))
+            found = _compared(reference(level), recorder, level, workload, views, with_detail=number == 1)
+            runs.append(Run(level, workload, found))
     return CheckReport("reference", name, tuple(runs), tuple(skipped))
 
 
 def _compared(
-    reference: Reference, recorder: TraceRecorder, level: Level, workload: Workload, views: Sequence[View]
+    reference: Reference,
+    recorder: TraceRecorder,
+    level: Level,
+    workload: Workload,
+    views: Sequence[View],
+    with_detail: bool,
 ) -> Comparison:
     if level == "exact":
-        return compare_exact(reference, recorder.trace(), workload)
-    return compare(reference, recorder.trace(), getattr(torch, level), workload, views)
+        return compare_exact(reference, recorder.trace(), workload, with_detail)
+    return compare(reference, recorder.trace(), getattr(torch, level), workload, views, with_detail=with_detail)
 
 
 def _results(runs: Iterable[Run]) -> Iterable[ProbeResult]:
