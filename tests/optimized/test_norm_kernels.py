@@ -1,0 +1,104 @@
+"""RMSNorm with and without the residual addition, and the draft layer's input, against their twins."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_checks import DEVICE, DTYPES, check_against_twin
+from poison import assert_same_bytes, poisoned, random
+
+from optimized.errors import KernelInputError
+from optimized.kernels.draft import draft_input_torch, draft_input_triton
+from optimized.kernels.norm import add_rms_norm_torch, add_rms_norm_triton, rms_norm_torch, rms_norm_triton
+
+pytest.importorskip("triton")
+
+EPS = 1e-5
+SHAPES = [(1, 1), (1, 96), (3, 15), (7, 16), (2, 17), (5, 131), (0, 96)]
+
+
+def draws(dtype, *shapes, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [random(generator, *shape, dtype=dtype, device=DEVICE) for shape in shapes]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("T", "D"), SHAPES)
+def test_norms_are_as_good_as_eager(dtype, T, D):
+    x, delta, weight = draws(dtype, (T, D), (T, D), (D,))
+    check_against_twin(poisoned(rms_norm_triton), rms_norm_torch, x, weight, EPS)
+    check_against_twin(poisoned(add_rms_norm_triton), add_rms_norm_torch, x, delta, weight, EPS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_that_hurt(dtype):
+    x, weight = draws(dtype, (4, 96), (96,))
+    x[0] = 0.0
+    x[1] *= 1e-4  # mean of squares far below eps
+    x[2, 5] = 3e3  # one outlier
+    check_against_twin(poisoned(rms_norm_triton), rms_norm_torch, x, weight, EPS)
+    assert torch.equal(rms_norm_triton(x, weight, EPS)[0], torch.zeros_like(x[0]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_norm_is_of_the_rounded_sum(dtype):
+    residual, delta, weight = draws(dtype, (3, 33), (3, 33), (33,))
+    total, normed = add_rms_norm_triton(residual, delta, weight, EPS)
+    assert torch.equal(total, residual + delta)
+    assert torch.equal(normed, rms_norm_triton(total, weight, EPS))
+
+
+def test_a_row_does_not_depend_on_its_company_nor_on_the_run():
+    x, delta, weight = draws(torch.bfloat16, (5, 40), (5, 40), (40,))
+    both = add_rms_norm_triton(x, delta, weight, EPS)
+    for out, again in zip(both, add_rms_norm_triton(x, delta, weight, EPS), strict=True):
+        assert_same_bytes(out, again)
+    for out, alone in zip(both, add_rms_norm_triton(x[3:4], delta[3:4], weight, EPS), strict=True):
+        assert_same_bytes(out[3:4], alone)
+
+
+def test_a_poisoned_row_stays_alone():
+    x, weight = draws(torch.bfloat16, (3, 24), (24,))
+    x[1] = float("nan")
+    out = rms_norm_triton(x, weight, EPS)
+    assert out[1].isnan().all()
+    assert out[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("T", "D"), [(1, 96), (5, 33), (0, 8)])
+def test_draft_input(dtype, T, D):
+    table, hidden, enorm, hnorm = draws(dtype, (11, D), (T, D), (D,), (D,))
+    for ids_dtype in (torch.int32, torch.int64):
+        # Below, at both ends, and beyond the table.
+        ids = torch.tensor([-3, 0, 10, 11, torch.iinfo(torch.int32).max], dtype=ids_dtype, device=DEVICE)[:T]
+        check_against_twin(poisoned(draft_input_triton), draft_input_torch, table, ids, hidden, enorm, hnorm, EPS)
+
+
+def test_draft_input_has_the_embedding_first():
+    table, hidden, enorm, hnorm = draws(torch.float32, (4, 8), (2, 8), (8,), (8,))
+    ids = torch.tensor([3, -1], dtype=torch.int32, device=DEVICE)
+    out = draft_input_triton(table, ids, hidden, enorm, hnorm, EPS)
+    assert torch.equal(out[:, :8], rms_norm_triton(table[[3, 0]], enorm, EPS))
+    assert torch.equal(out[:, 8:], rms_norm_triton(hidden, hnorm, EPS))
+
+
+def test_wrong_input_is_named():
+    x, weight = draws(torch.float32, (2, 8), (8,))
+    with pytest.raises(KernelInputError, match="weight"):
+        rms_norm_triton(x, weight[:7], EPS)
+    with pytest.raises(KernelInputError, match=r"weight in torch\.float32"):
+        rms_norm_triton(x, weight.bfloat16(), EPS)
+    with pytest.raises(KernelInputError, match="delta"):
+        add_rms_norm_triton(x, x[:1], weight, EPS)
+    with pytest.raises(KernelInputError, match="dense last dim"):
+        rms_norm_triton(x.T.contiguous().T, weight, EPS)
+    with pytest.raises(KernelInputError, match="token_ids"):
+        draft_input_triton(x, torch.zeros(2, device=DEVICE), x, weight, weight, EPS)
+
+
+@settings(max_examples=12)
+@given(T=st.integers(0, 9), D=st.integers(1, 200), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99))
+def test_sweep(T, D, dtype, seed):
+    x, delta, weight = draws(dtype, (T, D), (T, D), (D,), seed=seed)
+    check_against_twin(poisoned(add_rms_norm_triton), add_rms_norm_torch, x, delta, weight, EPS)
