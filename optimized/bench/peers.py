@@ -100,6 +100,22 @@ def fa3_prefill(
     )
 
 
+@_found("flex_attention", "torch")
+def flex_window(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, checked: Checked) -> Peer | AbsentPeer:
+    """torch's compiled attention with the window as a block mask; q, k, v [1, H, T, lanes]. Compiles at first use."""
+    if not q.is_cuda:
+        return AbsentPeer("flex_attention", "needs CUDA")
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (key > query - window)
+
+    T = q.shape[2]
+    mask = create_block_mask(is_visible, None, None, T, T, device=q.device)
+    compiled = torch.compile(flex_attention)
+    return Peer("flex_attention", lambda: compiled(q, k, v, block_mask=mask, scale=scale), checked)
+
+
 @_found("DeepGEMM fp8", "deep_gemm")
 def deep_gemm_scores(
     query_TIJ: Tensor, weights_TI: Tensor, key_SJ: Tensor, positions_T: Tensor, checked: Checked

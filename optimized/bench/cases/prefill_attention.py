@@ -16,7 +16,7 @@ from torch import Tensor
 from optimized.bench.case import AbsentPeer, Case, Inputs, Peer, Problem, Sizes, checked_rows, int32, triples
 from optimized.bench.floors import Work
 from optimized.bench.paged import paged_rows
-from optimized.bench.peers import fa3_prefill, flash_mla_sparse
+from optimized.bench.peers import fa3_prefill, flash_mla_sparse, flex_window
 from optimized.bench.text_floors import absorbed_prefill, expanded_core
 from reference.config import MlaGeometry, TextConfig
 
@@ -108,6 +108,7 @@ def _dense_peers(
     if window is None:
         dense = Peer("SDPA", lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale), of_heads)
         return [*peers, dense]
+    peers.append(flex_window(q, k, v, scale, window, of_heads))
     if T > MASKED_SDPA_TOKENS:
         return [*peers, AbsentPeer("SDPA with mask", f"the mask of {T} x {T} makes it 28 times slower")]
     position = torch.arange(T, device=q.device)
