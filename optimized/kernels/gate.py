@@ -7,6 +7,9 @@ unabsorb_gate is one product a head with the gate in its epilogue: a program mak
 so that a decode step reads W_UV once, from all processors. gate_heads is the gate alone, for a core that was made
 head by head. Sums are float32. Tokens and heads may lie apart (any strides), lanes are dense; the gate is one logit a
 head. Source: text_model specification, section 10; DeepSeek-V2 report, section 2.1.2 (absorption).
+
+H200, bfloat16, inside a CUDA graph, weights cold, unabsorb_gate at T = 1 / 16 / 64 / 256: full layers
+7.1 / 7.3 / 7.7 / 19 µs, sliding 7.2 / 7.3 / 8.1 / 18 µs. gate_heads of 4096 tokens, 128 heads: 66 µs (floor 58).
 """
 
 from typing import NamedTuple

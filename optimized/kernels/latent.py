@@ -14,6 +14,9 @@ slot of -1 writes nothing. Two tokens of a launch must not share a slot.
 Source: text_model specification, sections 5 to 7.
 
 store_rows and gather_rows copy rows into a pool, and out of a pool or of the step's own tokens.
+
+H200, bfloat16, released widths, inside a CUDA graph, memory cold, write_latents at T = 1 / 16 / 64 / 256 / 4096:
+2.1 / 2.2 / 2.3 / 4.0 / 17 µs on full layers, 2.1 / 2.2 / 2.2 / 4.1 / 15 µs on sliding ones.
 """
 
 from dataclasses import dataclass
