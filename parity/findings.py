@@ -72,7 +72,8 @@ class ProbeResult:
     """One name in one view. Errors are relative: norm of the difference over norm of the true row, of the worst row.
 
     `limit` is in units of `noise`. Without rounding, `noise` is the constant limit and `limit` is 1. `steps` are the
-    same rows, sorted by the step that computed them, where that is known.
+    same rows, sorted by the step that computed them, where that is known. `factor`: the rows that are different are the
+    true ones times this constant, but for noise.
     """
 
     name: str
@@ -88,6 +89,7 @@ class ProbeResult:
     place: Place | None
     first_bad: Place | None
     steps: tuple[StepResult, ...] = ()
+    factor: float | None = None
 
     @property
     def ratio(self) -> float:
