@@ -1,0 +1,100 @@
+"""Choices that a candidate does not show: which rows can be judged all the same.
+
+Where the margin of a hidden choice (last chosen score less first one left out) is not clear of the noise of the scores,
+an implementation without any fault may have chosen otherwise. Then the same row of its layer is *unsettled* from there
+on; and if the candidate does not show what that layer gives to the next, so is every row of later layers at that
+position or behind it. All other rows are *settled*: rounding alone cannot have changed a choice that they depend on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from math import inf
+
+import torch
+from torch import Tensor
+
+from parity.findings import View
+from parity.golden import with_margins
+from parity.golden_causes import families_of
+from parity.golden_file import ValueTable
+from parity.schema import dataflow_key, decided_by, layer_of
+from parity.stored import CLEAR_MARGIN
+from parity.tolerance import Floor
+from parity.trace import RowKey, Trace
+from parity.workload import Workload
+
+# (name of the choice, request, position, occurrence) of a choice that may be another one than the truth's.
+Unclear = tuple[str, str, int, int]
+# The floor of the scores `name` of a request: one noise for each row of the truth.
+FloorOf = Callable[[str, str], Floor]
+
+
+class HiddenChoices:
+    """Of one candidate. A margin is clear by the rule for goldens, `CLEAR_MARGIN`."""
+
+    def __init__(self, candidate: Trace, view: View, workload: Workload, floor_of: FloorOf):
+        self._candidate, self._view, self._floor_of = candidate, view, floor_of
+        self._families = families_of(workload)
+
+    def settled(self, truth: Trace) -> SettledRows:
+        """Which rows are settled if `truth` is what the candidate computes without rounding."""
+        unclear = [place for name in truth.names() if decided_by(name) for place in self._unclear(truth, name)]
+        return SettledRows(unclear, self._families, self._is_cut)
+
+    def _unclear(self, truth: Trace, name: str) -> Iterable[Unclear]:
+        scores_name = str(decided_by(name))
+        for request in truth.requests(name):
+            if self._candidate.has(name, request):
+                continue
+            scores = truth.table(scores_name, request)
+            # A shorter run has computed the first rows of what the floor was measured on.
+            noise = self._floor_of(scores_name, request).noise[: len(scores.keys)]
+            values = ValueTable(scores.keys, scores.values.to(torch.float64), Floor(noise, 0.0))
+            table = with_margins(scores.keys, truth.table(name, request).values, values)
+            for row in (table.margins < CLEAR_MARGIN * table.margin_noises).nonzero().flatten().tolist():
+                yield name, request, *scores.keys[row]
+
+    def _is_cut(self, layer: int, request: str) -> bool:
+        """Whether what follows the layer is computed from what the candidate recorded behind it."""
+        behind = (f"layers.{layer}.output", f"layers.{layer + 1}.input")
+        return self._view != "cascade" and any(self._candidate.has(name, request) for name in behind)
+
+
+class SettledRows:
+    """`is_cut(layer, request)`: later layers are computed from recorded values, and hide no choice of this one."""
+
+    def __init__(self, unclear: Sequence[Unclear], families: dict[str, set[str]], is_cut: Callable[[int, str], bool]):
+        self._in_layer: dict[int, list[Unclear]] = {}
+        # For each request and layer, the first position at which what enters the next layer is unsettled.
+        self._first: dict[str, dict[int, int]] = {}
+        for place in unclear:
+            name, request, position, _ = place
+            layer = layer_of(name)
+            assert layer is not None
+            self._in_layer.setdefault(layer, []).append(place)
+            if not is_cut(layer, request):
+                for member in families.get(request, {request}):
+                    first = self._first.setdefault(member, {})
+                    first[layer] = min(position, first.get(layer, position))
+
+    def mask(self, name: str, request: str, keys: Sequence[RowKey]) -> Tensor:
+        """[rows], True for the rows of `name` that are settled."""
+        layer = layer_of(name)
+        in_row = {
+            (position, occurrence)
+            for choice, owner, position, occurrence in self._in_layer.get(-1 if layer is None else layer, ())
+            if owner == request and dataflow_key(choice) < dataflow_key(name)
+        }
+        depth = _depth_of(name)
+        first = min((at for of, at in self._first.get(request, {}).items() if of < depth), default=inf)
+        is_settled = [position < first and (position, occurrence) not in in_row for position, occurrence in keys]
+        return torch.tensor(is_settled, dtype=torch.bool)
+
+
+def _depth_of(name: str) -> float:
+    """How many layers lie before a tensor: embeddings 0, what follows the layers infinitely many."""
+    group, _, rest = name.partition(".")
+    if group in ("layers", "cache"):
+        return int(rest.partition(".")[0])
+    return 0 if group == "embeddings" else inf
