@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
-from math import inf, log
+from itertools import islice
+from math import log
 from typing import Literal
 
 import torch
 
+from parity.blind_spots import blind_spots
 from parity.faults.fault import Fault
 from parity.findings import ChoiceResult, Comparison, ProbeResult
-from parity.judge import Judge
+from parity.judge import Findings, Judge
 from parity.runners.reference import ReferenceRunner
 from parity.schema import dataflow_key, pattern_of
 from parity.tolerance import DRAWS, EXACT_LIMIT, FALSE_ALARM_RATE, row_errors
@@ -28,12 +29,14 @@ from parity.workload import Workload
 Coverage = Literal["all probes", "layer outputs", "logits only"]
 # Builds the reference in a dtype with some faults.
 FaultyReference = Callable[[torch.dtype, Sequence[Fault]], ReferenceRunner]
-# How many pairs of faults that help are tried when no single one explains everything.
-PAIRS = 20
+# How many faults that explain a part are tried together with others when no single one explains everything.
+PARTIAL = 4
 # A hypothesis is close that leaves this part of the worst error, or less; so many of them are judged again.
 CLOSE = 0.2
 JUDGED_AGAIN = 3
 MAX_EQUIVALENTS = 3
+# So many of those that leave something are reported.
+HELPED = 5
 
 
 @dataclass(frozen=True)
@@ -41,17 +44,19 @@ class Hypothesis:
     """Some faults applied to the reference, and what is left of the difference then.
 
     `residual` is the worst error in units of its limit: at most 1 if nothing is left. `blamed`: the tensors and choices
-    that are still outside the noise. `weight`: by how much, summed over them.
+    that are still outside the noise. `weight`: by how much, summed over them. `confirmed`: how many rows and choices
+    that differed before were judged; where that is none, nothing has been explained.
     """
 
     faults: tuple[str, ...]
     residual: float
     blamed: frozenset[str]
     weight: float
+    confirmed: int
 
     @property
     def explains(self) -> bool:
-        return not self.blamed
+        return not self.blamed and self.confirmed > 0
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,8 @@ class Diagnosis:
     """`explanations` are the faults (or pairs) that leave nothing, best first; none of them: unknown.
 
     `equivalents`: explanations that give the same float64 values as the best on this workload, so that no dump of it
-    can tell them apart. `tried` counts the hypotheses that were run.
+    can tell them apart. `tried` counts the hypotheses that were run. `has_no_consequences`: what explains the
+    difference changes intermediate tensors only. `blind_spots`: what an agreement would not exclude.
     """
 
     coverage: Coverage
@@ -69,6 +75,8 @@ class Diagnosis:
     equivalents: tuple[tuple[str, ...], ...]
     tried: int
     helped: tuple[Hypothesis, ...]
+    has_no_consequences: bool
+    blind_spots: tuple[str, ...]
 
     @property
     def verdict(self) -> Literal["agrees", "explained", "unknown"]:
@@ -92,24 +100,34 @@ def diagnose(
     coverage = coverage_of(candidate)
     before = Comparison(tuple(judge.probes()), tuple(judge.choices()), judge.choice_rows, false_alarm_rate)
     residual_before = _worst([*before.probes, *before.choices])
+    unseen = blind_spots(judge.config.text, workload, candidate.names())
     if not before.is_different:
-        return Diagnosis(coverage, before, residual_before, (), (), 0, ())
-    experiment = _Experiment(judge, reference)
-    for faults in _rounds(catalogue, before):
-        for fault in faults:
-            progress(fault.id)
-            experiment.run((fault,))
-        experiment.judge_closest_again(residual_before, draws, false_alarm_rate)
+        return Diagnosis(coverage, before, residual_before, (), (), 0, (), False, unseen)
+    experiment = _Experiment(judge, reference, before, draws, false_alarm_rate, progress)
+    catalogue = list(catalogue)
+    for faults in _rounds(catalogue, before, coverage):
+        experiment.try_each(faults)
         if experiment.explanations():
             break
     else:
-        for pair in experiment.pairs(_weight(before.probes, before.choices)):
-            progress(" + ".join(fault.id for fault in pair))
-            experiment.run(pair)
+        # Where operations are not seen one by one, a pair can imitate what neither of its faults is.
+        if coverage == "all probes":
+            experiment.try_pairs([fault for fault in catalogue if fault.visibility not in ("I", "R")])
     explanations = experiment.explanations()
     equivalents = experiment.equivalent_to(explanations[0]) if explanations else ()
-    helped = tuple(h for h in experiment.sorted() if not h.explains)[:5]
-    return Diagnosis(coverage, before, residual_before, explanations, equivalents, len(experiment.tried), helped)
+    helped = tuple(h for h in experiment.sorted() if not h.explains and h.confirmed)[:HELPED]
+    harmless = {fault.id for fault in catalogue if fault.visibility in ("I", "R")}
+    return Diagnosis(
+        coverage,
+        before,
+        residual_before,
+        explanations,
+        equivalents,
+        experiment.count,
+        helped,
+        bool(explanations) and harmless.issuperset(explanations[0].faults),
+        unseen,
+    )
 
 
 def coverage_of(candidate: Trace) -> Coverage:
@@ -120,43 +138,107 @@ def coverage_of(candidate: Trace) -> Coverage:
     return "layer outputs" if "layers.{i}.output" in patterns else "logits only"
 
 
-def _rounds(catalogue: Iterable[Fault], before: Comparison) -> Iterable[list[Fault]]:
-    """Faults that can first show where the difference is; then those that show earlier, below the noise, or later."""
-    possible = [fault for fault in catalogue if fault.visibility not in ("I", "R")]
+def _rounds(catalogue: Sequence[Fault], before: Comparison, coverage: Coverage) -> Iterable[list[Fault]]:
+    """Faults that can first show where the difference is; then those that show earlier, below the noise, or later.
+
+    A fault without consequences is possible only where nothing but what it may change is different.
+    """
     blamed = {pattern_of(result.name) for result in before.blamed}
+    without_consequences = [fault for fault in catalogue if fault.hides_in and blamed <= set(fault.hides_in)]
+    possible = [fault for fault in catalogue if fault.visibility not in ("I", "R")]
+    if coverage != "all probes":
+        return ([*without_consequences, *possible],)
     likely = [fault for fault in possible if blamed & set(fault.first)]
-    return likely, [fault for fault in possible if fault not in likely]
+    return [*without_consequences, *likely], [fault for fault in possible if fault not in likely]
+
+
+class _Witness:
+    """The first row that is different: a hypothesis that leaves it so explains nothing, and need not run further."""
+
+    def __init__(self, judge: Judge, runner: ReferenceRunner, blamed: Sequence[ProbeResult | ChoiceResult]):
+        self.row = judge.first_of(blamed)
+        self._residual = _hypothesis((), judge.against(runner, self.row)).residual
+
+    def is_eased_by(self, hypothesis: Hypothesis) -> bool:
+        return not hypothesis.blamed or hypothesis.residual <= CLOSE * self._residual
 
 
 class _Experiment:
-    """Runs hypotheses against one judge and remembers what each leaves."""
+    """Runs hypotheses against one judge and remembers what each leaves. `count`: how many were run."""
 
-    def __init__(self, judge: Judge, reference: FaultyReference):
-        self._judge, self._reference = judge, reference
-        self.tried: dict[tuple[str, ...], Hypothesis] = {}
+    def __init__(
+        self,
+        judge: Judge,
+        reference: FaultyReference,
+        before: Comparison,
+        draws: int,
+        false_alarm_rate: float,
+        progress: Callable[[str], None],
+    ):
+        self._judge, self._reference, self._progress = judge, reference, progress
+        self._draws, self._false_alarm_rate = draws, false_alarm_rate
+        self._residual_before = _worst([*before.probes, *before.choices])
+        self._weight_before = _weight([*before.probes, *before.choices])
+        self._witness = self._witness_of((), before.blamed)
+        self.count = 0
+        # Those that ease the witness, and so were run on the whole workload.
+        self._tried: dict[tuple[str, ...], Hypothesis] = {}
         self._faults: dict[tuple[str, ...], tuple[Fault, ...]] = {}
-        self._truths: dict[tuple[str, ...], Trace] = {}
+        self._found: dict[tuple[str, ...], Findings] = {}
+        self._judged_again: set[tuple[str, ...]] = set()
 
-    def run(self, faults: tuple[Fault, ...]) -> None:
+    def try_each(self, faults: Sequence[Fault]) -> None:
+        for fault in faults:
+            self._run((fault,), self._witness)
+        self._judge_closest_again()
+
+    def try_pairs(self, faults: Sequence[Fault]) -> None:
+        """Together with each fault that explains a part, those that can show where something is left."""
+        partial = [h for h in self.sorted() if h.weight < self._weight_before]
+        for hypothesis in partial[:PARTIAL]:
+            own, found = self._faults[hypothesis.faults], self._found[hypothesis.faults]
+            results: list[ProbeResult | ChoiceResult] = [*found.probes, *found.choices]
+            left = [result for result in results if result.name in hypothesis.blamed]
+            if any(result.verdict == "missing" for result in left):
+                continue
+            witness = self._witness_of(own, left)
+            patterns = {pattern_of(result.name) for result in left}
+            likely = [fault for fault in faults if patterns & set(fault.first)]
+            for fault in likely or faults:
+                self._run((*own, fault), witness)
+            if self.explanations():
+                return
+        self._judge_closest_again()
+
+    def _witness_of(self, faults: tuple[Fault, ...], blamed: Sequence[ProbeResult | ChoiceResult]) -> _Witness:
+        return _Witness(self._judge, self._reference(torch.float64, faults), blamed)
+
+    def _run(self, faults: tuple[Fault, ...], witness: _Witness) -> None:
+        """On the witness first; on the whole workload if that helps."""
         key = tuple(fault.id for fault in faults)
+        self._progress(" + ".join(key))
+        self.count += 1
         try:
-            probes, choices, truth = self._judge.against(self._reference(torch.float64, faults))
+            seen = self._judge.against(self._reference(torch.float64, faults), witness.row)
+            if not witness.is_eased_by(_hypothesis(key, seen)):
+                return
+            found = self._judge.against(self._reference(torch.float64, faults))
         except (RuntimeError, IndexError, ValueError):
             # The fault's shapes do not fit this configuration or these recorded values: it is not what happened.
-            self.tried[key] = Hypothesis(key, inf, frozenset(self._judge.names), inf)
             return
         self._faults[key] = faults
-        self._remember(key, probes, choices, truth)
+        self._remember(key, found)
 
-    def judge_closest_again(self, residual_before: float, draws: int, false_alarm_rate: float) -> None:
+    def _judge_closest_again(self) -> None:
         """Hold what comes close against a floor of its own: a fault can make rounding larger than it is without.
 
         Only the best few of those that leave a small part of the difference, where nothing explains all of it.
         """
         if self.explanations():
             return
-        close = [h for h in self.sorted() if h.residual <= CLOSE * residual_before and h.faults in self._faults]
-        for hypothesis in close[:JUDGED_AGAIN]:
+        close = [h for h in self.sorted() if h.confirmed and h.residual <= CLOSE * self._residual_before]
+        for hypothesis in [h for h in close if h.faults not in self._judged_again][:JUDGED_AGAIN]:
+            self._judged_again.add(hypothesis.faults)
             faults, old = self._faults[hypothesis.faults], self._judge
             again = Judge(
                 lambda dtype, faults=faults: self._reference(dtype, faults),  # type: ignore[misc]
@@ -164,48 +246,37 @@ class _Experiment:
                 old.dtype,
                 old.workload,
                 old.view,
-                draws,
-                false_alarm_rate,
+                self._draws,
+                self._false_alarm_rate,
             )
-            self._remember(hypothesis.faults, again.probes(), again.choices(), again.truth)
+            found = Findings(again.probes(), again.choices(), again.truth, hypothesis.confirmed)
+            self._remember(hypothesis.faults, found)
 
-    def _remember(
-        self, key: tuple[str, ...], probes: list[ProbeResult], choices: list[ChoiceResult], truth: Trace
-    ) -> None:
-        # A tensor that the hypothesis does not compute at all, and the candidate has, is not explained.
-        blamed = frozenset(
-            [probe.name for probe in probes if probe.verdict in ("different", "missing")]
-            + [choice.name for choice in choices if choice.verdict == "flip"]
-        )
-        self.tried[key] = Hypothesis(key, _worst([*probes, *choices]), blamed, _weight(probes, choices))
-        if not blamed:
-            self._truths[key] = truth
+    def _remember(self, key: tuple[str, ...], found: Findings) -> None:
+        self._tried[key], self._found[key] = _hypothesis(key, found), found
 
     def sorted(self) -> list[Hypothesis]:
-        return sorted(self.tried.values(), key=lambda h: (not h.explains, h.weight, len(h.faults), h.residual))
+        return sorted(self._tried.values(), key=lambda h: (not h.explains, h.weight, len(h.faults), h.residual))
 
     def explanations(self) -> tuple[Hypothesis, ...]:
         return tuple(hypothesis for hypothesis in self.sorted() if hypothesis.explains)
 
-    def pairs(self, weight_before: float) -> list[tuple[Fault, Fault]]:
-        """Pairs of faults that each leave less than there was; first those that leave different things.
-
-        Where every operation was recorded, each is blamed by itself, so that these explain everything.
-        """
-        helpful = [h for h in self.sorted() if h.weight < weight_before and h.faults in self._faults]
-        ranked = sorted(combinations(helpful, 2), key=lambda pair: len(pair[0].blamed & pair[1].blamed))
-        return [(self._fault(a), self._fault(b)) for a, b in ranked[:PAIRS]]
-
-    def _fault(self, hypothesis: Hypothesis) -> Fault:
-        return self._faults[hypothesis.faults][0]
-
     def equivalent_to(self, best: Hypothesis) -> tuple[tuple[str, ...], ...]:
         """Other explanations whose float64 values are the same, at every tensor that the candidate shows."""
-        return tuple(
-            key
-            for key, truth in self._truths.items()
-            if key != best.faults and _same_values(truth, self._truths[best.faults], self._judge.names)
-        )[: MAX_EQUIVALENTS - 1]
+        truth = self._found[best.faults].truth
+        others = (h.faults for h in self.explanations() if h.faults != best.faults)
+        same = (key for key in others if _same_values(self._found[key].truth, truth, self._judge.names))
+        return tuple(islice(same, MAX_EQUIVALENTS - 1))
+
+
+def _hypothesis(faults: tuple[str, ...], found: Findings) -> Hypothesis:
+    # A tensor that the hypothesis does not compute at all, and the candidate has, is not explained.
+    blamed = frozenset(
+        [probe.name for probe in found.probes if probe.verdict in ("different", "missing")]
+        + [choice.name for choice in found.choices if choice.verdict == "flip"]
+    )
+    results: list[ProbeResult | ChoiceResult] = [*found.probes, *found.choices]
+    return Hypothesis(faults, _worst(results), blamed, _weight(results), found.confirmed)
 
 
 def _same_values(one: Trace, other: Trace, names: Sequence[str]) -> bool:
@@ -223,8 +294,7 @@ def _worst(results: Iterable[ProbeResult | ChoiceResult]) -> float:
     return max((result.excess for result in results), default=0.0)
 
 
-def _weight(probes: Iterable[ProbeResult], choices: Iterable[ChoiceResult]) -> float:
+def _weight(results: Iterable[ProbeResult | ChoiceResult]) -> float:
     """How much is outside the noise, over all tensors and choices: the sum of the logarithms of the excesses."""
-    results: list[ProbeResult | ChoiceResult] = [*probes, *choices]
     excesses = [min(result.excess, 1e12) for result in results]
     return sum(log(excess) for excess in excesses if excess > 1.0)

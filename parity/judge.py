@@ -2,24 +2,30 @@
 
 Each view has its own truth (the reference in float64) and its own floor (draws of the reference in the candidate's
 dtype), all from the same inputs. A hypothesis (the reference with a fault) is judged against the same floor.
+
+Where the candidate does not show its choices, the draws make their own. Rows that depend on no choice which rounding
+can change (`hidden_choices`) have a floor of their own; the others one that holds the experts and keys that some draw
+changes. Against a hypothesis only rows that are settled under it are judged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from parity.factor import RowFactors, constant_factor, row_factors
 from parity.findings import ChoiceResult, Place, ProbeResult, Verdict, View
+from parity.hidden_choices import HiddenChoices, SettledRows
 from parity.replay import ChoiceReplay, Exchange, Given, is_layer_boundary
 from parity.rounding import RoundingDraw
 from parity.router_order import in_order_of_ids
-from parity.run import traced
+from parity.run import run_workload
 from parity.runners.reference import ReferenceRunner
-from parity.schema import decided_by, layer_of, pattern_of, spec_of
+from parity.schema import dataflow_key, decided_by, layer_of, pattern_of, spec_of
 from parity.tolerance import (
     EXACT_LIMIT,
     Floor,
@@ -29,24 +35,65 @@ from parity.tolerance import (
     noise_limit,
     row_errors,
 )
-from parity.trace import Trace, common_rows
+from parity.trace import Trace, TraceRecorder, common_rows
 from parity.workload import Workload
+from reference.probe import Rows
 
 Reference = Callable[[torch.dtype], ReferenceRunner]
 
 
+class _Observed(Exception):  # noqa: N818 - the end of a run, not an error
+    pass
+
+
+class _Until:
+    """Ends a run as soon as a row has been observed."""
+
+    def __init__(self, name: str, place: Place):
+        self._name, self._place = name, place
+        self._still = place.occurrence
+
+    def observe(self, name: str, value: torch.Tensor, rows: Rows | None) -> torch.Tensor:
+        is_here = name == self._name and rows is not None and rows.request == self._place.request
+        if is_here and rows is not None and self._place.position in rows.positions.tolist():
+            if not self._still:
+                raise _Observed
+            self._still -= 1
+        return value
+
+
 def run_in_view(
-    runner: ReferenceRunner, candidate: Trace, workload: Workload, view: View, replay: ChoiceReplay, draw: int = 0
+    runner: ReferenceRunner,
+    candidate: Trace,
+    workload: Workload,
+    view: View,
+    replay: ChoiceReplay,
+    draw: int = 0,
+    until: tuple[str, Place] | None = None,
 ) -> Trace:
-    """One run of the reference in a view; draw 0 is the plain one."""
-    after = {
+    """One run of the reference in a view; draw 0 is the plain one. It ends behind the row `until`, if that is given."""
+    given = {
         "cascade": [],
         "isolated": [Given(candidate, is_layer_boundary)],
         "pinpoint": [Given(candidate, lambda name: True)],
     }
+    stop = [_Until(*until)] if until else []
+    recorder = TraceRecorder(producer=runner.name)
     # Recorded are the replayed choices, so that what depends on them is recorded in their order.
-    with RoundingDraw(draw).drawing() if draw else nullcontext():
-        return traced(runner, workload, *after[view], before=[replay])
+    with RoundingDraw(draw).drawing() if draw else nullcontext(), suppress(_Observed):
+        run_workload(runner, workload, recorder, *stop, *given[view], before=[replay])
+    return recorder.trace()
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Everything found against one truth. `confirmed`: how many rows and choices that differ from the reference without
+    a fault were judged; if they are within the noise of this truth, that is evidence for it."""
+
+    probes: list[ProbeResult]
+    choices: list[ChoiceResult]
+    truth: Trace
+    confirmed: int
 
 
 class Judge:
@@ -64,7 +111,9 @@ class Judge:
     ):
         self.view, self.candidate, self.workload, self.dtype = view, candidate, workload, dtype
         self._replay = ChoiceReplay(candidate)
-        self.truth = run_in_view(reference(torch.float64), candidate, workload, view, self._replay)
+        exact = reference(torch.float64)
+        self.config = exact.config
+        self.truth = run_in_view(exact, candidate, workload, view, self._replay)
         eager = reference(dtype) if draws else None
         self._draws = [
             run_in_view(eager, candidate, workload, view, ChoiceReplay(candidate), draw)
@@ -78,27 +127,62 @@ class Judge:
         self._limit = partial(noise_limit, comparisons=rows, false_alarm_rate=false_alarm_rate)
         self._element_limit = element_limit(rows, false_alarm_rate)
         self._floors: dict[tuple[str, str], Floor] = {}
+        self._limits: dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._hidden = HiddenChoices(candidate, view, workload, self._floor) if draws else None
+        self._settled = self._hidden.settled(self.truth) if self._hidden else None
+        # The rows that are different from the reference without a fault.
+        self._bad: dict[str, set[Place]] = {}
 
     @property
     def choice_rows(self) -> int:
         return sum(self._replay.compared_rows.values())
 
     def probes(self) -> list[ProbeResult]:
-        return [self._result(name, self.truth) for name in self.names]
+        return [self._result(name, self._parts(name, self.truth, None)) for name in self.names]
 
     def choices(self) -> list[ChoiceResult]:
         return [self._judged(exchange) for exchange in self._replay.exchanges]
 
-    def against(self, hypothesis: ReferenceRunner) -> tuple[list[ProbeResult], list[ChoiceResult], Trace]:
-        """The same verdicts with another truth: a float64 reference that has a fault. Also that truth itself."""
-        replay = ChoiceReplay(self.candidate)
-        truth = run_in_view(hypothesis, self.candidate, self.workload, self.view, replay)
-        results = [self._result(name, truth) for name in self.names]
-        return results, [self._judged(exchange) for exchange in replay.exchanges], truth
+    def against(self, hypothesis: ReferenceRunner, until: tuple[str, Place] | None = None) -> Findings:
+        """The same verdicts with another truth: a float64 reference that has a fault.
 
-    def _result(self, name: str, truth: Trace) -> ProbeResult:
-        """All requests of one name; one pair of tensors is loaded at a time."""
-        parts = [self._part(name, request, truth) for request in self.truth.requests(name)]
+        With `until`, of that name alone and up to that row. The hypothesis cannot run again then.
+        """
+        replay = ChoiceReplay(self.candidate)
+        truth = run_in_view(hypothesis, self.candidate, self.workload, self.view, replay, until=until)
+        settled = self._hidden.settled(truth) if self._hidden else None
+        names = [name for name in self.names if until is None or name == until[0]]
+        parts = {name: self._parts(name, truth, settled) for name in names}
+        # A name of which no row is settled is not judged; one that is not computed is missing.
+        judged = [name for name in names if _has_rows(parts[name]) or not truth.requests(name)]
+        exchanges = [exchange for exchange in replay.exchanges if until is None or exchange.name == until[0]]
+        confirmed = [
+            place for name in judged for part in parts[name] for place in part.rows if place in self._bad[name]
+        ]
+        return Findings(
+            [self._result(name, parts[name]) for name in judged],
+            [self._judged(exchange) for exchange in exchanges],
+            truth,
+            len(confirmed) + len(self._replay.exchanges),
+        )
+
+    def first_of(self, blamed: Sequence[ProbeResult | ChoiceResult]) -> tuple[str, Place]:
+        """The row that is different and is computed first: by the earliest action, nearest to the input."""
+        places = [(result.name, _first_place(result)) for result in blamed]
+        return min(places, key=lambda row: (self._action_of(*row), dataflow_key(row[0])))
+
+    def _action_of(self, name: str, place: Place) -> int:
+        keys = iter(self.truth.keys(name, place.request))
+        for entry in self.truth.of(name, place.request):
+            if (place.position, place.occurrence) in [next(keys) for _ in entry.positions]:
+                return entry.action
+        return len(self.workload.actions)
+
+    def _parts(self, name: str, truth: Trace, settled: SettledRows | None) -> list[_Part]:
+        """All requests of one name, of the settled rows only; one pair of tensors is loaded at a time."""
+        return [self._part(name, request, truth, settled) for request in self.truth.requests(name)]
+
+    def _result(self, name: str, parts: Sequence[_Part]) -> ProbeResult:
         rows = [row for part in parts for row in part.rows]
         missing = sum(part.missing for part in parts)
         if not rows:
@@ -110,6 +194,11 @@ class Judge:
         excess = error / (noise * limits)
         worst = int(excess.argmax())
         bad = (excess > 1.0).nonzero().flatten().tolist()
+        self._bad.setdefault(name, {rows[row] for row in bad})
+        factors = RowFactors(
+            torch.cat([part.factors.factors for part in parts])[bad],
+            torch.cat([part.factors.left_over for part in parts])[bad],
+        )
         return ProbeResult(
             name,
             self.view,
@@ -123,6 +212,7 @@ class Judge:
             float(largest[worst]),
             rows[worst],
             rows[bad[0]] if bad else None,
+            factor=constant_factor(factors, (noise * limits)[bad]) if bad else None,
         )
 
     def _verdict(self, is_bad: bool, parts: Sequence[_Part]) -> Verdict:
@@ -132,35 +222,58 @@ class Judge:
             return "bitwise equal"
         return "within noise" if self._draws else "close"
 
-    def _part(self, name: str, request: str, truth: Trace) -> _Part:
+    def _part(self, name: str, request: str, truth: Trace, settled: SettledRows | None) -> _Part:
         sides = [trace for trace in (truth, self.candidate) if trace.has(name, request)]
         if len(sides) < 2:
             empty = torch.zeros(0, dtype=torch.float64)
-            missing = sum(len(trace.table(name, request).keys) for trace in sides)
-            return _Part([], RowErrors(empty, empty, 0), empty, empty, False, missing)
+            missing = sum(len(trace.keys(name, request)) for trace in sides)
+            return _Part([], RowErrors(empty, empty, 0), RowFactors(empty, empty), empty, empty, False, missing)
         expected = in_order_of_ids(name, request, truth)
         actual = in_order_of_ids(name, request, self.candidate)
         expected_RX, actual_RX, keys, missing = common_rows(expected, actual)
-        rows = [Place(request, position, occurrence) for position, occurrence in keys]
-        errors = row_errors(actual_RX, expected_RX)
+        errors, factors = row_errors(actual_RX, expected_RX), row_factors(actual_RX, expected_RX)
         if not self._draws:
+            rows = [Place(request, *key) for key in keys]
             noise = torch.full_like(errors.relative, EXACT_LIMIT)
             is_equal = torch.equal(actual_RX, expected_RX)
-            return _Part(rows, errors, noise, torch.ones_like(noise), is_equal, missing)
-        row_of = {key: row for row, key in enumerate(expected.keys)}
+            return _Part(rows, errors, factors, noise, torch.ones_like(noise), is_equal, missing)
+        row_of = {key: row for row, key in enumerate(self.truth.keys(name, request))}
+        kept = settled.mask(name, request, keys) if settled else torch.ones(len(keys), dtype=torch.bool)
+        # Rows without a floor, which only a hypothesis has: a fault that caches more than there should be.
+        kept &= torch.tensor([key in row_of for key in keys], dtype=torch.bool)
+        keys = tuple(key for key, is_kept in zip(keys, kept.tolist(), strict=True) if is_kept)
         selected = torch.tensor([row_of[key] for key in keys], dtype=torch.long)
-        floor = self._floor(name, request)
+        noise, limits = (per_row[selected] for per_row in self._noise_and_limits(name, request))
         plain = in_order_of_ids(name, request, self._draws[0]).values[selected]
-        is_equal = plain.shape == actual_RX.shape and torch.equal(plain.to(actual_RX.dtype), actual_RX)
-        limits = floor.limits(self._limit(floor.spread))[selected]
-        return _Part(rows, errors, floor.noise[selected], limits, is_equal, missing)
+        is_equal = plain.shape == actual_RX[kept].shape and torch.equal(plain.to(actual_RX.dtype), actual_RX[kept])
+        rows = [Place(request, *key) for key in keys]
+        errors = RowErrors(errors.relative[kept], errors.largest[kept], errors.elements)
+        factors = RowFactors(factors.factors[kept], factors.left_over[kept])
+        return _Part(rows, errors, factors, noise, limits, is_equal, missing)
+
+    def _noise_and_limits(self, name: str, request: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Floor of each row and how many times that is allowed, [rows]. Settled rows are not pooled with others."""
+        if (name, request) not in self._limits:
+            floor = self._floor(name, request)
+            noise, limits = floor.noise.clone(), floor.limits(self._limit(floor.spread))
+            assert self._settled is not None
+            settled = self._settled.mask(name, request, self.truth.keys(name, request))
+            if settled.any() and not settled.all():
+                own = self._floor_of_rows(name, request, settled)
+                noise[settled], limits[settled] = own.noise, own.limits(self._limit(own.spread))
+            self._limits[name, request] = noise, limits
+        return self._limits[name, request]
 
     def _floor(self, name: str, request: str) -> Floor:
         if (name, request) not in self._floors:
-            truth = in_order_of_ids(name, request, self.truth)
-            draws = [in_order_of_ids(name, request, draw).values for draw in self._draws]
-            self._floors[name, request] = floor_of(draws, truth.values, self._rounded_to(name))
+            every = torch.ones(len(self.truth.keys(name, request)), dtype=torch.bool)
+            self._floors[name, request] = self._floor_of_rows(name, request, every)
         return self._floors[name, request]
+
+    def _floor_of_rows(self, name: str, request: str, kept: torch.Tensor) -> Floor:
+        truth = in_order_of_ids(name, request, self.truth).values[kept]
+        draws = [in_order_of_ids(name, request, draw).values[kept] for draw in self._draws]
+        return floor_of(draws, truth, self._rounded_to(name))
 
     def _rounded_to(self, name: str) -> torch.dtype:
         """What an implementation may round this tensor to: the storage dtype, unless the schema owes it float32."""
@@ -193,10 +306,22 @@ class _Part:
 
     rows: list[Place]
     errors: RowErrors
+    factors: RowFactors
     noise: torch.Tensor
     limits: torch.Tensor
     is_bitwise_equal: bool
     missing: int
+
+
+def _has_rows(parts: Sequence[_Part]) -> bool:
+    return any(part.rows for part in parts)
+
+
+def _first_place(result: ProbeResult | ChoiceResult) -> Place:
+    if isinstance(result, ChoiceResult):
+        return Place(result.exchange.request, result.exchange.position, result.exchange.occurrence)
+    assert result.first_bad is not None
+    return result.first_bad
 
 
 def _judged_names(truth: Trace, candidate: Trace, view: View) -> list[str]:

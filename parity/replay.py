@@ -7,15 +7,16 @@ ones, so that what follows is computed from the trace's own inputs: that isolate
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from parity.schema import decided_by, pattern_of, spec_of
-from parity.trace import RowKey, Table, Trace
+from parity.trace import Entry, RowKey, Trace
 
 if TYPE_CHECKING:
     from reference.probe import Rows
@@ -27,7 +28,7 @@ class _RowsOf:
     def __init__(self, trace: Trace):
         self._trace = trace
         self._seen: dict[tuple[str, str], dict[int, int]] = {}
-        self._tables: dict[tuple[str, str], tuple[Table, dict[RowKey, int]]] = {}
+        self._places: dict[tuple[str, str], dict[RowKey, tuple[Entry, int]]] = {}
 
     def find(self, name: str, rows: Rows) -> tuple[list[RowKey], Tensor, Tensor] | None:
         """Keys of the observed rows, which of them the trace has (indices), and its values for those."""
@@ -38,16 +39,28 @@ class _RowsOf:
         for position in rows.positions.tolist():
             seen[position] = seen.get(position, -1) + 1
             keys.append((position, seen[position]))
-        table, index = self._table(name, rows.request)
-        found = [row for row, key in enumerate(keys) if key in index]
-        values = table.values[torch.tensor([index[keys[row]] for row in found], dtype=torch.long)]
-        return keys, torch.tensor(found, dtype=torch.long), values
+        places = self._places_of(name, rows.request)
+        found = [row for row, key in enumerate(keys) if key in places]
+        values = _loaded([places[keys[row]] for row in found])
+        return None if values is None else (keys, torch.tensor(found, dtype=torch.long), values)
 
-    def _table(self, name: str, request: str) -> tuple[Table, dict[RowKey, int]]:
-        if (name, request) not in self._tables:
-            table = self._trace.table(name, request)
-            self._tables[name, request] = table, {key: row for row, key in enumerate(table.keys)}
-        return self._tables[name, request]
+    def _places_of(self, name: str, request: str) -> dict[RowKey, tuple[Entry, int]]:
+        """Entry and row in it of every key. Only where the rows are is kept, not their values."""
+        if (name, request) not in self._places:
+            entries = self._trace.of(name, request)
+            places = ((entry, row) for entry in entries for row in range(len(entry.positions)))
+            self._places[name, request] = dict(zip(self._trace.keys(name, request), places, strict=True))
+        return self._places[name, request]
+
+
+def _loaded(places: Sequence[tuple[Entry, int]]) -> Tensor | None:
+    """These rows, each entry read once in a run of its rows; keys grow from step to step, so they are padded."""
+    parts = []
+    for _, group in groupby(places, key=lambda place: id(place[0])):
+        run = list(group)
+        parts.append(run[0][0].source.load()[torch.tensor([row for _, row in run], dtype=torch.long)])
+    width = max((part.shape[-1] for part in parts), default=0)
+    return torch.cat([_padded(part, width) for part in parts]) if parts else None
 
 
 def _padded(values: Tensor, width: int) -> Tensor:
