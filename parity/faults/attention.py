@@ -39,6 +39,17 @@ def _scale_of_full(attention: Any, config: TextConfig, *_: Any) -> None:
     with_scaled_logits(attention, (config.sliding.qk_head_dim / config.full.qk_head_dim) ** 0.5)
 
 
+def _scale_of_latent_row_for_one(attention: Any, config: TextConfig, geometry: MlaGeometry, *_: Any) -> None:
+    """A step of one token takes the absorbed form, which has another scale than the expanded one."""
+    right, factor = attention.attention, (geometry.qk_head_dim / geometry.latent_row) ** 0.5
+
+    def scaled(q_nope_THN: Tensor, q_rope_THR: Tensor, *keys: Tensor) -> Tensor:
+        own = factor if len(q_nope_THN) == 1 else 1.0
+        return right(q_nope_THN * own, q_rope_THR * own, *keys)
+
+    attention.attention = scaled
+
+
 def _key_rows_transposed(absorbed: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The key rows of each head, [N, C] in memory, are read as [C, N]."""
 
@@ -206,6 +217,15 @@ ATTENTION_FAULTS = (
         visible_when="T = 2",
         source="vllm.cpp",
         patches=(after_construction(MlaAttention, _scale_of_latent_row),),
+    ),
+    Fault(
+        "scale_from_latent_row_in_decode",
+        says="the softmax scale comes from the width of a cached row in steps of one token, and is right in prefill",
+        visibility="C",
+        first=(CORE,),
+        visible_when="a decode step",
+        source="optimum-intel #1877, vllm.cpp #699",
+        patches=(after_construction(MlaAttention, _scale_of_latent_row_for_one),),
     ),
     Fault(
         "scale_full_on_swa",
