@@ -153,13 +153,13 @@ def deep_gemm_paged_scores(
     packed = torch.cat((key_fp8.view(torch.uint8).flatten(1), key_scale.view(torch.uint8).flatten(1)), dim=1)
     packed = packed.view(pages, page_size, 1, J + 4)
     scaled_TI = weights_TI * query_scale_TI * J**-0.5
-    length_B = positions_T + 1
+    length_B1 = positions_T[:, None] + 1
     processors = torch.cuda.get_device_properties(pool.device).multi_processor_count
-    schedule = interface.get_paged_mqa_logits_metadata(length_B, page_size, processors)
+    schedule = interface.get_paged_mqa_logits_metadata(length_B1, page_size, processors)
 
     def run() -> Tensor:
         return interface.fp8_paged_mqa_logits(
-            query_fp8[:, None], packed, scaled_TI, length_B, block_table_BP, schedule, context, clean_logits=False
+            query_fp8[:, None], packed, scaled_TI, length_B1, block_table_BP, schedule, context, clean_logits=False
         )
 
     return Peer("DeepGEMM fp8 paged", run, checked, FP8_PEER_LIMIT)

@@ -111,7 +111,7 @@ def kernel_times(step: Callable[[], Any], steps: int) -> list[tuple[str, float]]
     """Name and microseconds of everything that ran on the device during `steps` steps."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         for _ in range(steps):
             step()
         torch.cuda.synchronize()
