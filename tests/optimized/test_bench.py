@@ -14,11 +14,13 @@ import torch
 import typer
 from hypothesis import given as drawn
 from hypothesis import strategies as st
+from kernel_checks import DEVICE
 from typer.testing import CliRunner
 
 from optimized.bench import slices
 from optimized.bench.case import AbsentPeer, Case, Inputs, Peer, Problem, Sizes, checked_rows
 from optimized.bench.catalogue import QUICK, all_cases, chosen_cases
+from optimized.bench.ceilings import read_all
 from optimized.bench.floors import Ceilings, Work, causal_pairs, distinct_experts, floor
 from optimized.bench.json_file import from_json, read_json, to_json, write_json, write_text
 from optimized.bench.judge import Agreement, Triple, judge, relative_error
@@ -456,6 +458,11 @@ def test_without_a_gpu_the_command_says_why_and_exits_with_3():
     assert obstacle() is not None
     with pytest.raises(NotSupportedError, match="the benchmark needs a GPU"):
         measure(tiny().text, [], "note-parity bench")
+
+
+def test_the_reading_kernel_reads_every_element():
+    x = torch.randint(-1000, 1000, (20_003,), dtype=torch.int32, device=DEVICE)
+    assert int(read_all(x).sum()) == int(x.sum())
 
 
 def test_this_machine_names_what_is_installed_and_what_is_not():
