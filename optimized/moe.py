@@ -9,46 +9,20 @@ Source: text_model specification, section 11.2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from optimized.device import Ops
 from optimized.errors import NotSupportedError
-from optimized.kernels import experts, router
+from optimized.kernels.experts import rows_per_tile
 from reference.config import TextConfig
 from reference.errors import CheckpointError
 
 # T tokens  D model  E experts with the shared ones  K chosen experts  F ffn width  X = 2F
-
-
-@dataclass(frozen=True)
-class MoeOps:
-    """The functions the layer is made of: all plain torch, or all Triton."""
-
-    route: Callable[..., router.Routes]
-    sort_rows: Callable[..., experts.ExpertPlan]
-    expert_swiglu: Callable[..., Tensor]
-    expert_down: Callable[..., Tensor]
-    combine: Callable[..., experts.Combined]
-
-
-TORCH_OPS = MoeOps(
-    router.route_torch,
-    experts.sort_rows_torch,
-    experts.expert_swiglu_torch,
-    experts.expert_down_torch,
-    experts.combine_torch,
-)
-TRITON_OPS = MoeOps(
-    router.route_triton,
-    experts.sort_rows_triton,
-    experts.expert_swiglu_triton,
-    experts.expert_down_triton,
-    experts.combine_triton,
-)
 
 
 @dataclass(frozen=True)
@@ -172,7 +146,7 @@ def _places(packed: PackedExperts) -> dict[str, _Place]:
 
 
 def moe(
-    x_TD: Tensor, packed: PackedExperts, config: TextConfig, ops: MoeOps, observe: bool = False
+    x_TD: Tensor, packed: PackedExperts, config: TextConfig, ops: Ops, observe: bool = False
 ) -> tuple[Tensor, Observed | None]:
     """[T, D] to [T, D]; what was observed, or None.
 
@@ -182,7 +156,7 @@ def moe(
     routes = ops.route(
         x_TD, packed.router_weight_ED, packed.bias_E, k, config.routed_scaling_factor, config.norm_topk_prob, observe
     )
-    tile_rows = experts.rows_per_tile(len(x_TD), k, packed.routed, x_TD.dtype)
+    tile_rows = rows_per_tile(len(x_TD), k, packed.routed, x_TD.dtype)
     plan = ops.sort_rows(routes.expert_ids_TK, packed.routed, tile_rows, packed.shared)
     act_RF = ops.expert_swiglu(x_TD, packed.gate_up_EXD, plan)
     rows_TSD = ops.expert_down(act_RF, packed.down_EDF, plan)

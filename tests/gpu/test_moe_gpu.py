@@ -8,6 +8,7 @@ from kernel_checks import assert_as_good_as_eager, check_against_twin
 from torch import Tensor
 
 from optimized import moe as layer
+from optimized.device import choose
 from optimized.kernels import experts
 from optimized.kernels.router import route_torch, route_triton
 from reference.config import TextConfig, released
@@ -15,6 +16,7 @@ from reference.config import TextConfig, released
 # T tokens  D model  E experts  K chosen experts  F ffn width
 
 RELEASED = released().text
+OPS = choose("cuda", "triton") if torch.cuda.is_available() else None
 D, F, K = RELEASED.hidden_size, RELEASED.moe_intermediate_size, RELEASED.num_experts_per_tok
 
 
@@ -41,7 +43,7 @@ def with_experts(E: int) -> TextConfig:
 @pytest.mark.parametrize("T", [1, 16, 64, 300, 4096])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_router(T: int, dtype: torch.dtype) -> None:
-    inputs = (normal(T, D, dtype=dtype, seed=T), normal(256, D, dtype=dtype, seed=1, scale=D**-0.5))
+    inputs = (normal(T, D, dtype=dtype, seed=T + 10), normal(256, D, dtype=dtype, seed=1, scale=D**-0.5))
     bias_E = normal(256, dtype=torch.float32, seed=2, scale=0.1)
     truth = route_torch(inputs[0].double(), inputs[1].double(), bias_E.double(), K, 1.0, True, observe=True)
     # A choice whose margin is within float32 noise may fall either way: none of these rows has one.
@@ -68,8 +70,8 @@ def test_rows_are_sorted(T: int) -> None:
 def test_layer(T: int) -> None:
     """With fewer experts than released where that makes the rows of an expert many."""
     config = with_experts(32)
-    packed, x_TD = packed_layer(config), normal(T, D, seed=T)
-    out_TD, observed = layer.moe(x_TD, packed, config, layer.TRITON_OPS, observe=True)
+    packed, x_TD = packed_layer(config), normal(T, D, seed=T + 10)
+    out_TD, observed = layer.moe(x_TD, packed, config, OPS, observe=True)
     assert observed is not None
     for tile_rows in {experts.rows_per_tile(T, K, 32, torch.bfloat16), 16, 64, 128}:
         plan = experts.sort_rows_triton(observed.expert_ids_TK, 32, tile_rows, 1)
@@ -80,7 +82,7 @@ def test_layer(T: int) -> None:
         rows_truth_TSD = experts.expert_down_torch(act_RF.double(), packed.down_EDF, plan)
         assert_as_good_as_eager(experts.expert_down_triton(act_RF, packed.down_EDF, plan), rows_TSD, rows_truth_TSD)
     check_against_twin(experts.combine_triton, experts.combine_torch, rows_TSD, observed.weights_TK, observe=True)
-    again_TD, nothing = layer.moe(x_TD, packed, config, layer.TRITON_OPS)
+    again_TD, nothing = layer.moe(x_TD, packed, config, OPS)
     assert nothing is None
     assert torch.equal(again_TD, out_TD)
 
@@ -91,12 +93,12 @@ def test_captured_layer_follows_its_input() -> None:
     packed, T = packed_layer(config), 16
     x_TD = normal(T, D, seed=0)
     for _ in range(2):  # compiles before the capture
-        layer.moe(x_TD, packed, config, layer.TRITON_OPS)
+        layer.moe(x_TD, packed, config, OPS)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out_TD, _ = layer.moe(x_TD, packed, config, layer.TRITON_OPS)
+        out_TD, _ = layer.moe(x_TD, packed, config, OPS)
     for seed in range(1, 5):
         x_TD.copy_(normal(1, D, seed=seed).expand(T, -1) if seed == 3 else normal(T, D, seed=seed))
         graph.replay()
-        expected_TD, _ = layer.moe(x_TD.clone(), packed, config, layer.TRITON_OPS)
+        expected_TD, _ = layer.moe(x_TD.clone(), packed, config, OPS)
         assert torch.equal(out_TD, expected_TD)

@@ -12,6 +12,7 @@ from kernel_checks import DEVICE, DTYPES, assert_as_good_as_eager, check_against
 from torch import Tensor
 
 from optimized import moe as layer
+from optimized.device import choose
 from optimized.errors import KernelInputError, NotSupportedError
 from optimized.kernels import experts
 from reference.config import tiny
@@ -127,18 +128,26 @@ def test_products_as_good_as_eager(
     assert experts.combine_triton(rows_TSD, weights_TK)[1:] == (None, None)
 
 
-@pytest.mark.parametrize("rows", [15, 16, 17, 33])
-def test_an_expert_of_about_a_tile(rows: int) -> None:
-    """All rows of one expert, among experts without rows, and larger tiles than rows."""
+@pytest.mark.parametrize("tile_rows", [16, 32, 128])
+@pytest.mark.parametrize("rows", [15, 17, 33, 64, 65])
+def test_an_expert_of_about_a_tile(rows: int, tile_rows: int) -> None:
+    """All rows of one expert among experts without rows; less and more than half of a tile of 128."""
     x_TD = normal(rows, 40, dtype=torch.bfloat16, seed=1) * 6
     gate_up_EXD = normal(4, 18, 40, dtype=torch.bfloat16, seed=2)
+    down_EDF = normal(4, 40, 9, dtype=torch.bfloat16, seed=3)
     ids_TK = torch.full((rows, 1), 2, dtype=torch.int32, device=DEVICE)
-    outputs = []
-    for tile_rows in (16, 32):
-        plan = experts.sort_rows_triton(ids_TK, 4, tile_rows)
-        check_against_twin(experts.expert_swiglu_triton, experts.expert_swiglu_torch, x_TD, gate_up_EXD, plan)
-        outputs.append(experts.expert_swiglu_triton(x_TD, gate_up_EXD, plan))
-    assert torch.equal(outputs[1], experts.expert_swiglu_triton(x_TD, gate_up_EXD, plan))
+    plan = experts.sort_rows_triton(ids_TK, 4, tile_rows)
+    check_against_twin(experts.expert_swiglu_triton, experts.expert_swiglu_torch, x_TD, gate_up_EXD, plan)
+    act_RF = experts.expert_swiglu_triton(x_TD, gate_up_EXD, plan)
+    check_against_twin(experts.expert_down_triton, experts.expert_down_torch, act_RF, down_EDF, plan)
+    assert torch.equal(act_RF, experts.expert_swiglu_triton(x_TD, gate_up_EXD, plan))
+    rows_TSD = experts.expert_down_triton(act_RF, down_EDF, plan)
+    assert torch.equal(rows_TSD, experts.expert_down_triton(act_RF, down_EDF, plan))
+
+
+@pytest.mark.parametrize(("T", "tile_rows"), [(1, 16), (64, 16), (256, 32), (1024, 64), (2048, 128), (16384, 128)])
+def test_a_tile_holds_most_experts(T: int, tile_rows: int) -> None:
+    assert experts.rows_per_tile(T, 8, 256, torch.bfloat16) == tile_rows
 
 
 def test_a_bad_token_stays_alone() -> None:
@@ -231,10 +240,10 @@ def test_layer_as_good_as_its_twin_and_equal_to_the_reference(T: int, shared: in
     wide = layer.pack_experts(wide_module.state_dict(), config, DEVICE, torch.float64)
     run = functools.partial(layer.moe, config=config)
 
-    truth, truth_observed = run(x_TD.double(), wide, ops=layer.TORCH_OPS, observe=True)
+    truth, truth_observed = run(x_TD.double(), wide, ops=choose(DEVICE, "torch"), observe=True)
     assert torch.allclose(truth.cpu(), wide_module(x_TD.double().cpu()), rtol=1e-12, atol=1e-12)
-    eager, eager_observed = run(x_TD, packed, ops=layer.TORCH_OPS, observe=True)
-    out, observed = run(x_TD, packed, ops=layer.TRITON_OPS, observe=True)
+    eager, eager_observed = run(x_TD, packed, ops=choose(DEVICE, "torch"), observe=True)
+    out, observed = run(x_TD, packed, ops=choose(DEVICE, "triton"), observe=True)
     assert_as_good_as_eager(out, eager, truth)
     assert observed is not None
     assert eager_observed is not None
@@ -244,7 +253,7 @@ def test_layer_as_good_as_its_twin_and_equal_to_the_reference(T: int, shared: in
             assert_as_good_as_eager(actual, expected, true)
         else:
             assert torch.equal(actual, expected)
-    unobserved, nothing = run(x_TD, packed, ops=layer.TRITON_OPS)
+    unobserved, nothing = run(x_TD, packed, ops=choose(DEVICE, "triton"))
     assert nothing is None
     assert torch.equal(unobserved, out)
 
@@ -254,6 +263,9 @@ def test_refuses() -> None:
     plan = experts.sort_rows_torch(chosen(3, 5, 2), 5, 16)
     with pytest.raises(KernelInputError, match=r"gate and up weights \(5, any, 24\), found \(4, 20, 24\)"):
         experts.expert_swiglu_triton(x_TD, normal(4, 20, 24, dtype=torch.bfloat16, seed=2), plan)
+    uneven_EXD = normal(10, 20, 24, dtype=torch.bfloat16, seed=2)[::2]
+    with pytest.raises(KernelInputError, match="gate and up weights with evenly spaced rows"):
+        experts.expert_swiglu_triton(x_TD, uneven_EXD, plan)
     with pytest.raises(KernelInputError, match="found 20 rows and 2 tokens"):
         experts.expert_swiglu_triton(x_TD[:2], normal(5, 20, 24, dtype=torch.bfloat16, seed=2), plan)
     with pytest.raises(KernelInputError, match=r"expert ids in torch\.int32, found torch\.int64"):
