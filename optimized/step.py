@@ -1,0 +1,228 @@
+"""The metadata of one step over a ragged batch, and its way to the device.
+
+T rows (new tokens) of B requests stand one request behind the other: first those that run from the caches alone
+(decode, verification), then prefill chunks. The same classes hold numpy arrays on the host (`StepPlan`) and tensors on
+the device (`DeviceStep`); whole numbers stay on the host in both, for they decide grids and buffer sizes.
+
+An upload packs all arrays into one pinned host buffer and queues one copy; the tensors are views of its target. The
+device is not waited for, except that a host buffer is reused only after the copy out of it is done.
+Source: text_model specification, sections 13, 15 and 16.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from optimized.errors import PlanError
+
+# T rows of the step  B requests  P pages a request  S gathered key rows  B1 = B + 1
+
+Array = TypeVar("Array")
+StepKind = Literal["prefill", "decode", "verify"]
+
+
+@dataclass(frozen=True)
+class PlanItem:
+    """New tokens of one request, at its next positions. `kind` is for traces: what runs how depends on counts alone."""
+
+    request: str
+    token_ids: tuple[int, ...]
+    kind: StepKind
+
+
+@dataclass(frozen=True)
+class RowBlock(Generic[Array]):
+    """Rows start:stop of the step, few enough for the workspace; they are scored, selected and attended together.
+
+    query_start_B1: int32, where each request's rows start, counted from `start`; `max_queries` is the longest run.
+    """
+
+    start: int
+    stop: int
+    max_queries: int
+    query_start_B1: Array
+
+
+@dataclass(frozen=True)
+class KeyGroup(Generic[Array]):
+    """Rows start:stop of the step: whole prefill items whose keys are gathered, expanded and attended together.
+
+    source_S: int64, where each key row comes from: a flat row of the pool, or -i - 1 for row i of the step.
+    query_start_B1, key_start_B1: int32, first row of each item among the rows of the group, and among the S.
+    first_key_B: int32, absolute position of each item's first key row; the others follow.
+    """
+
+    start: int
+    stop: int
+    max_queries: int
+    query_start_B1: Array
+    key_start_B1: Array
+    first_key_B: Array
+    source_S: Array
+
+    @property
+    def key_rows(self) -> int:
+        return int(self.source_S.shape[0])  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class FullGroup(Generic[Array]):
+    """Rows start:stop of the step, which the full layers attend to in one form.
+
+    `keys` bounds the keys that a row sees, so it is the width of its scores. With `selects` the indexer chooses among
+    them, block by block; without, every row sees at most index_topk keys and takes them all.
+    `expanded` holds the gather of all keys for the expanded form; None: absorbed, block by block, from the pages.
+    """
+
+    start: int
+    stop: int
+    keys: int
+    selects: bool
+    blocks: tuple[RowBlock[Array], ...]
+    expanded: KeyGroup[Array] | None
+
+
+@dataclass(frozen=True)
+class PagedRows(Generic[Array]):
+    """What the full layers read.
+
+    page_slot_T: int64, flat row of a paged pool that each row's latent and index key go to; -1 for padding.
+    block_table_BP: int32 page numbers, P a power of two; entries behind a request's pages mean nothing.
+    """
+
+    page_slot_T: Array
+    block_table_BP: Array
+    decode: FullGroup[Array] | None
+    prefill: tuple[FullGroup[Array], ...]
+
+
+@dataclass(frozen=True)
+class RingRows(Generic[Array]):
+    """What layers with a ring read: the sliding layers, or the draft layer.
+
+    ring_T: int32, the ring of each row.
+    ring_slot_T: int64, flat row of the ring pool to write before attention: decode rows; -1 elsewhere.
+    kept_slot_T: int64, the same to write after the groups' keys are gathered: the last rows of each prefill item, as
+    many as a ring holds; -1 elsewhere.
+    """
+
+    ring_T: Array
+    ring_slot_T: Array
+    kept_slot_T: Array
+    prefill: tuple[KeyGroup[Array], ...]
+
+
+@dataclass(frozen=True)
+class Step(Generic[Array]):
+    """One step. `items` in row order; item b has the rows row_starts[b] : row_starts[b + 1].
+
+    The first `decode_rows` rows run from the caches. Padding rows, counted among them, stand behind the items' rows:
+    token 0, position -1, request 0, all slots -1.
+    token_ids_T: int64; positions_T, request_T: int32; query_start_B1: int32, equal to `row_starts`, then constant for
+    padding requests; length_B: int32, tokens of each request after the step, 0 for padding.
+    `pages` is None in a step of the draft layer.
+    """
+
+    items: tuple[PlanItem, ...]
+    row_starts: tuple[int, ...]
+    decode_rows: int
+    token_ids_T: Array
+    positions_T: Array
+    request_T: Array
+    query_start_B1: Array
+    length_B: Array
+    pages: PagedRows[Array] | None
+    ring: RingRows[Array]
+
+
+StepPlan: TypeAlias = Step[np.ndarray]
+DeviceStep: TypeAlias = Step[Tensor]
+
+_PARTS = (Step, PagedRows, RingRows, FullGroup, KeyGroup, RowBlock)
+# Views start at multiples of this, so that kernels see the same alignment in every step.
+ALIGNMENT = 16
+
+
+def map_arrays(part: Any, function: Callable[[Any], Any]) -> Any:
+    """`part` with every array replaced by `function` of it, in the order of the fields."""
+    if isinstance(part, np.ndarray | Tensor):
+        return function(part)
+    if isinstance(part, tuple):
+        return tuple(map_arrays(each, function) for each in part)
+    if not isinstance(part, _PARTS):
+        return part
+    fields = {field.name: map_arrays(getattr(part, field.name), function) for field in dataclasses.fields(part)}
+    return type(part)(**fields)
+
+
+def upload_bytes(plan: StepPlan) -> int:
+    """Size of the packed arrays; equal for plans whose arrays have equal shapes, as are the places in it."""
+    size = 0
+
+    def add(array: np.ndarray) -> None:
+        nonlocal size
+        size += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+
+    map_arrays(plan, add)
+    return size
+
+
+class Uploader:
+    """Brings plans to `device`, through `buffers` host buffers in turn.
+
+    The host waits only when it is that many steps ahead of the copies.
+    """
+
+    def __init__(self, device: torch.device | str, buffers: int = 4):
+        self.device = torch.device(device)
+        self._is_cuda = self.device.type == "cuda"
+        self.host_buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(buffers)]
+        self._copied: list[torch.cuda.Event | None] = [None] * buffers
+        self._next = 0
+
+    def upload(self, plan: StepPlan, out: Tensor | None = None) -> DeviceStep:
+        """The step on the device, queued on the current stream.
+
+        The tensors are views of a new buffer, or of `out` (uint8, `upload_bytes` or more): the same views for every
+        plan with arrays of the same shapes, so a captured graph can read them. Raises: PlanError if `out` is too small.
+        """
+        size = upload_bytes(plan)
+        if out is None:
+            out = torch.empty(size, dtype=torch.uint8, device=self.device)
+        elif len(out) < size:
+            raise PlanError(f"the step's metadata takes {size} bytes; the buffer passed in has {len(out)}")
+        host = self._host_buffer(size)
+        host_bytes, start = host.numpy(), 0
+
+        def pack(array: np.ndarray) -> Tensor:
+            nonlocal start
+            first, end = start, start + array.nbytes
+            start += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+            host_bytes[first:end].view(array.dtype)[:] = array.reshape(-1)
+            dtype = torch.int64 if array.dtype == np.int64 else torch.int32
+            return out[first:end].view(dtype).view(array.shape)
+
+        step = map_arrays(plan, pack)
+        out[:size].copy_(host[:size], non_blocking=True)
+        if self._is_cuda:
+            copied = torch.cuda.Event()
+            copied.record()
+            self._copied[self._next] = copied
+        self._next = (self._next + 1) % len(self.host_buffers)
+        return step
+
+    def _host_buffer(self, size: int) -> Tensor:
+        copied = self._copied[self._next]
+        if copied is not None:
+            copied.synchronize()
+        if len(self.host_buffers[self._next]) < size:
+            capacity = 1 << (size - 1).bit_length()
+            self.host_buffers[self._next] = torch.empty(capacity, dtype=torch.uint8, pin_memory=self._is_cuda)
+        return self.host_buffers[self._next]
