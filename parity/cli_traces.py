@@ -71,7 +71,7 @@ def validate(dump: DumpArgument, config: ConfigOption = None) -> None:
         f"{len(report.requests)} requests"
     )
     for finding in report.findings:
-        names = f" {', '.join(finding.names[:4])}{', …' if len(finding.names) > 4 else ''}" if finding.names else ""
+        names = f" {', '.join(finding.names[:4])}{', …' if len(finding.names) > 4 else ''}:" if finding.names else ""
         typer.echo(f"{finding.severity}: {finding.kind}:{names} {finding.message}")
     raise typer.Exit(EXIT_AGREES if report.is_valid else EXIT_UNUSABLE)
 
@@ -151,8 +151,8 @@ def diagnose(
     recorded, notes = recorded_for(golden, actual, options)
     if recorded.statistics and not recorded.trace.names():
         raise DumpError(
-            f"{actual}: has sums and samples only, and a diagnosis needs values; the first tensor that differs is found "
-            f"by note-parity compare {expected} {actual}{options.words}"
+            f"{actual}: has sums and samples only, and a diagnosis needs values; the first tensor that differs is "
+            f"found by note-parity compare {expected} {actual}{options.words}"
         )
     reference = reference_of(golden, checkpoint)
     with progress_lines() as progress:

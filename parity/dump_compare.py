@@ -21,15 +21,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from parity.end_to_end import actions_of
 from parity.findings import Comparison
 from parity.golden import with_margins
 from parity.golden_causes import families_of
 from parity.golden_file import ChoiceTable, ValueTable
-from parity.router_order import ids_of_weights, in_order_of_ids
+from parity.router_order import in_order_of_ids
 from parity.schema import decided_by, layer_of, spec_of
 from parity.statistics import PartialResult, RowNoise, judged, missing
-from parity.stored import Expected, StoredJudge
+from parity.stored import Expected, StoredJudge, has_order
 from parity.stored_partial import SummarisedRows, in_width_of, keys_of_rows
 from parity.tolerance import FALSE_ALARM_RATE, Floor, noise_limit, one_rounding
 from parity.trace import RowKey, Trace
@@ -141,13 +140,7 @@ class RecordedTables:
     def has(self, name: str, request: str) -> bool:
         if not self._trace.has(name, request):
             return False
-        return not name.endswith("router.weights") or self._has_order(name, request)
-
-    def _has_order(self, name: str, request: str) -> bool:
-        ids = ids_of_weights(name)
-        return self._trace.has(ids, request) and actions_of(self._trace, ids, request) == actions_of(
-            self._trace, name, request
-        )
+        return not name.endswith("router.weights") or has_order(self._trace, name, request)
 
     def keys(self, name: str, request: str) -> tuple[RowKey, ...]:
         return self._trace.keys(name, request)

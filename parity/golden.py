@@ -185,6 +185,7 @@ def with_margins(keys: tuple[tuple[int, int], ...], chosen_RK: torch.Tensor, sco
 
     Of one score: the row's noise shared out among its elements; of a difference of two: sqrt(2) times that.
     """
+    chosen_RK = chosen_RK.to(torch.int64)  # a dump may keep them in fewer bits than the placeholder below needs
     is_none_RK = chosen_RK < 0
     ascending_RK = chosen_RK.masked_fill(is_none_RK, torch.iinfo(torch.int64).max).sort(dim=-1).values
     ascending_RK = ascending_RK.masked_fill(ascending_RK == torch.iinfo(torch.int64).max, -1)

@@ -163,7 +163,11 @@ class Golden:
 
     @property
     def vocab_size(self) -> int:
-        return int(self.record.config["vocab_size"])
+        """Raises: GoldenError if the golden's config does not say it."""
+        size = self.record.config.get("vocab_size")
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise GoldenError(f"{self.folder / GOLDEN_FILE}: config: vocab_size is {size!r:.80}, expected a number")
+        return size
 
     def names(self) -> list[str]:
         """Every name, in dataflow order."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from parity.faults.fault import Fault
 from parity.golden_file import Golden, sha256_of
 from parity.runners.reference import ReferenceRunner
 from reference.checkpoint import load_text_model, synthetic_tensors
+from reference.checkpoint.index import INDEX_FILE
 from reference.config import NoteConfig
 from reference.numerics import Numerics
 
@@ -39,15 +41,29 @@ class GoldenReference:
         )
 
 
+def numerics_of(golden: Golden) -> Numerics:
+    """Raises: GoldenError for a choice that does not exist in this version; ConfigError for a value that does not."""
+    known = {field.name for field in dataclasses.fields(Numerics)}
+    unknown = sorted(set(golden.record.numerics) - known)
+    if unknown:
+        raise GoldenError(
+            f"{golden.folder}: numerics {', '.join(unknown)}: expected some of {', '.join(sorted(known))}"
+        )
+    return Numerics(**golden.record.numerics)  # type: ignore[arg-type] # checked by Numerics
+
+
 def reference_of(golden: Golden, checkpoint: Path | None = None) -> GoldenReference:
     """Synthetic weights are made again from their seed; others are read from `checkpoint`.
 
     Raises: GoldenError without weights, or for a checkpoint that is not the one the golden was made from.
     """
     record = golden.record
-    config, numerics = NoteConfig.from_json(record.config), Numerics(**record.numerics)  # type: ignore[arg-type]
+    config, numerics = NoteConfig.from_json(record.config), numerics_of(golden)
     if checkpoint is not None:
-        found = sha256_of(checkpoint / "model.safetensors.index.json")
+        index = checkpoint / INDEX_FILE
+        if not index.is_file():
+            raise GoldenError(f"{checkpoint}: has no {INDEX_FILE}; name the checkpoint that the golden was made from")
+        found = sha256_of(index)
         if found != record.weights.index_sha256:
             raise GoldenError(
                 f"{checkpoint}: its index has sha256 {found}, the golden was made from one with "

@@ -271,7 +271,11 @@ def validation_lines(error: ValidationError) -> Iterator[str]:
     for problem in error.errors(include_url=False, include_context=False):
         where = ".".join(str(part) for part in problem["loc"]) or "the file"
         message = problem["msg"].removeprefix("Value error, ")
-        yield f"{where}: {message}, found {problem['input']!r:.120}"
+        if problem["type"] == "extra_forbidden":
+            message = "Extra inputs are not permitted: no field of this name is known here"
+        # Of a file that is no JSON the whole text would be shown, and the message names the place.
+        found = "" if problem["type"] == "json_invalid" else f", found {problem['input']!r:.120}"
+        yield f"{where}: {message}{found}"
 
 
 def _repetitions(manifest: Manifest) -> Iterator[str]:
@@ -308,9 +312,13 @@ def require_schema_names(folder: Path, manifest: Manifest) -> None:
 
 def did_you_mean(name: str) -> str:
     """` (nearest: attn.q_latent, …)` for a name that is unknown, or nothing."""
-    local = re.sub(r"^(layers|mtp|cache)\.\{.\}\.", "", pattern_of(name))
     known = {spec.local_name: spec.pattern for spec in reversed(PROBES)}
-    nearest = [known[match] for match in get_close_matches(local, known, n=3, cutoff=0.5)]
+    known |= {spec.pattern: spec.pattern for spec in PROBES}
+    local = re.sub(r"^(layers|mtp|cache)\.\{.\}\.", "", pattern_of(name))
+    # As it stands, and with a layer's number where it has one, whatever stands before that.
+    spelt = [local, re.sub(r"\.\d+\.", ".{i}.", name)]
+    found = [known[match] for text in spelt for match in get_close_matches(text, known, n=3, cutoff=0.5)]
+    nearest = list(dict.fromkeys(found))[:3]
     return f" (nearest: {', '.join(nearest)})" if nearest else ""
 
 

@@ -16,7 +16,7 @@ from parity.manifest import DTYPE_CODES, MANIFEST_FILE, DumpError, StatisticsEnt
 from parity.mapping import read_mapping, ready_mappings
 from parity.same_run import RunIdentity
 from parity.trace import Trace
-from parity.trace_file import Dump, open_dump
+from parity.trace_file import Dump, config_of, open_dump
 from parity.workload import Workload
 from reference.checkpoint.header import DTYPES
 from reference.config import NoteConfig
@@ -87,9 +87,8 @@ def _of_own(dump: Dump) -> Recorded:
 
 
 def _identity(dump: Dump) -> RunIdentity:
-    config = NoteConfig.from_json(dump.config_file) if dump.config_file else None
     workload = dump.manifest.workload.workload() if dump.manifest.workload else None
-    return RunIdentity(dump.manifest.sha256, workload, config)
+    return RunIdentity(dump.manifest.sha256, workload, config_of(dump))
 
 
 def _dtype_of(dump: Dump) -> torch.dtype:

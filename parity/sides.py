@@ -11,6 +11,7 @@ import torch
 from parity.detail import Detail, detail
 from parity.dump_compare import compare_dumps
 from parity.end_to_end import end_to_end
+from parity.errors import GoldenError
 from parity.findings import Comparison
 from parity.golden_compare import compare_to_golden
 from parity.golden_file import GOLDEN_FILE, SHIPPED, Golden
@@ -74,7 +75,13 @@ def compare_sides(expected: str, actual: Path, options: Options, with_detail: bo
 
     Raises: DumpError, GoldenError for what cannot be read, and for sides that are not of the same run.
     """
-    if is_golden(expected) or not Path(expected).exists():
+    if not is_golden(expected) and not Path(expected).exists():
+        shipped = ", ".join(sorted(entry.name for entry in SHIPPED.iterdir()))
+        raise GoldenError(
+            f"{expected}: there is no such folder; expected is a golden that ships ({shipped}), a golden's folder, or "
+            f"a dump of another run"
+        )
+    if is_golden(expected):
         return _against_golden(Golden.open(expected), actual, options, with_detail)
     return _against_dump(Path(expected), actual, options, with_detail)
 

@@ -96,6 +96,10 @@ class StoredJudge:
         self._behind: dict[Cause, Counter[str]] = {}
         if foreign := [name for name in candidate.names() if name not in known | expected.summarised]:
             self._skipped.append(f"{len(foreign)} tensors are not on the expected side, the first is {foreign[0]}")
+        requests = {request for name in tables.names() for request in tables.requests(name)}
+        for request in sorted({entry.request for entry in candidate.entries()} - requests):
+            known_requests = ", ".join(repr(known) for known in sorted(requests))
+            self._skipped.append(f"request {request!r} is not on the expected side, which has {known_requests}")
         if absent := [name for name in tables.names() if name not in shown]:
             self._skipped.append(f"{len(absent)} of {len(known)} tensors are not in the dump, the first is {absent[0]}")
 
@@ -214,23 +218,12 @@ class StoredJudge:
             rows = len(self._tables.keys(name, request))
             self._skipped.append(f"{name}, request {request}: {rows} rows that only one side has")
             return False
-        if name.endswith("router.weights") and not self._has_order(name, request):
+        if name.endswith("router.weights") and not has_order(self._candidate, name, request):
             self._skipped.append(
                 f"{name}, request {request}: cannot be compared without {ids_of_weights(name)} of the same rows"
             )
             return False
         return True
-
-    def _has_order(self, name: str, request: str) -> bool:
-        """Whether the experts are there to which the candidate's weights belong."""
-        ids = ids_of_weights(name)
-        if not self._candidate.has(ids, request):
-            return False
-        weights_of, ids_of = self._candidate.of(name, request), self._candidate.of(ids, request)
-        rows = [[(entry.action, tuple(entry.positions)) for entry in entries] for entries in (weights_of, ids_of)]
-        return rows[0] == rows[1] and all(
-            one.source.load().shape == other.source.load().shape for one, other in zip(weights_of, ids_of, strict=True)
-        )
 
     def _part(self, name: str, request: str) -> _Part:
         stored = self._tables.values(name, request)
@@ -274,6 +267,16 @@ class _Part:
     is_equal: bool
 
 
+def has_order(trace: Trace, name: str, request: str) -> bool:
+    """Whether the experts are there to which these router weights belong, row by row."""
+    ids = ids_of_weights(name)
+    weights_of, ids_of = trace.of(name, request), trace.of(ids, request)
+    rows = [[(entry.action, tuple(entry.positions)) for entry in entries] for entries in (weights_of, ids_of)]
+    return rows[0] == rows[1] and all(
+        one.source.load().shape == other.source.load().shape for one, other in zip(weights_of, ids_of, strict=True)
+    )
+
+
 def _is_choice(name: str) -> bool:
     spec = spec_of(name)
     return spec is not None and spec.kind == "choice"
@@ -282,8 +285,8 @@ def _is_choice(name: str) -> bool:
 def _gap(scores_S: Tensor, lost: list[int], won: list[int]) -> tuple[float, float]:
     """How far the two choices are from a tie, and the norm of the row, in score units."""
     scores_S = scores_S.to(torch.float64)
-    # What no key has, such as -7, is no exchange.
-    gap = score_gap(scores_S, lost, won) if min([*lost, *won]) >= 0 else float("inf")
+    # What no key has, such as -7, is no exchange; neither is one key twice.
+    gap = score_gap(scores_S, lost, won) if min([*lost, *won], default=-1) >= 0 else float("inf")
     return gap, float(scores_S[scores_S.isfinite()].norm())
 
 

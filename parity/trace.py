@@ -93,9 +93,12 @@ class Trace:
         return tuple(_row_keys(self._entries[name, request]))
 
     def table(self, name: str, request: str) -> Table:
-        """Loads the rows of one name and request. [T, S] scores are padded with -inf to the widest step."""
+        """Loads the rows of one name and request. [T, S] scores are padded with -inf to the widest step.
+
+        Numbers that know no arithmetic or no -1 get the next dtype that does: float8 float32, bool and uint8 int16.
+        """
         entries = self._entries[name, request]
-        tensors = [entry.source.load() for entry in entries]
+        tensors = [_comparable(entry.source.load()) for entry in entries]
         return Table(tuple(_row_keys(entries)), torch.cat(_equally_wide(tensors)))
 
 
@@ -110,7 +113,7 @@ def row_blocks(
     own = ((entry, row, key) for entry, row, key in _places(expected, name, request) if key in places)
     for entry, group in groupby(own, key=lambda place: place[0]):
         rows = list(group)
-        values = entry.source.load()
+        values = _comparable(entry.source.load())
         step = max(1, max_bytes * len(values) // max(1, values.nbytes))
         for start in range(0, len(rows), step):
             block = rows[start : start + step]
@@ -134,8 +137,15 @@ def _gathered(places: Sequence[tuple[Entry, int]]) -> Tensor:
     """These rows of these entries, in this order; each run of rows of one entry is read at once."""
     parts = []
     for entry, group in groupby(places, key=lambda place: place[0]):
-        parts.append(entry.source.load()[torch.tensor([row for _, row in group], dtype=torch.long)])
+        parts.append(_comparable(entry.source.load())[torch.tensor([row for _, row in group], dtype=torch.long)])
     return torch.cat(_equally_wide(parts))
+
+
+def _comparable(tensor: Tensor) -> Tensor:
+    """The same numbers in a dtype that can be compared, sorted and padded with -1 or -inf."""
+    if tensor.is_floating_point():
+        return tensor.to(torch.float32) if tensor.dtype.itemsize == 1 else tensor
+    return tensor.to(torch.int16) if tensor.dtype in (torch.bool, torch.uint8) else tensor
 
 
 def _row_keys(entries: Sequence[Entry]) -> Iterator[RowKey]:

@@ -46,6 +46,8 @@ from parity.statistics import statistics_of
 from parity.trace import Entry, Trace, TraceRecorder
 from parity.workload import Step, Workload
 from reference.checkpoint.header import HeaderEntry, read_header
+from reference.config import NoteConfig
+from reference.errors import ConfigError
 
 CONFIG_FILE = "config.json"
 PARTIAL = ".partial"
@@ -99,6 +101,16 @@ class Dump:
         """The dump's own copy of the model's config.json, if it has one."""
         path = self.path / CONFIG_FILE
         return path if path.is_file() and not path.is_symlink() else None
+
+
+def config_of(dump: Dump) -> NoteConfig | None:
+    """The model's config, if the dump has a copy. Raises: ConfigError, with the path of the file."""
+    if dump.config_file is None:
+        return None
+    try:
+        return NoteConfig.from_json(dump.config_file)
+    except ConfigError as error:
+        raise ConfigError(f"{dump.config_file}: {error}; a dump needs no config.json, but not a wrong one") from error
 
 
 def open_trace(folder: str | os.PathLike[str]) -> Trace:
@@ -188,7 +200,7 @@ def unfinished_steps(manifest: Manifest) -> list[str]:
         return []
     return [
         f"incomplete: nothing of action {index} (request {request!r}) of the workload "
-        f"{manifest.workload.text!r:.200}; did the run stop half-way?"
+        f"{manifest.workload.text!r:.200}; did the run stop half-way, or is this not the line that was run?"
         for index, action in enumerate(manifest.workload.workload().actions)
         if isinstance(action, Step)
         for request, _, _ in action.items

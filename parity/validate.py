@@ -21,7 +21,7 @@ from parity.judge import has_own_input
 from parity.manifest import MAX_POSITION, Manifest, did_you_mean
 from parity.schema import dataflow_key, layer_of, pattern_of, spec_of
 from parity.trace import Entry, Trace
-from parity.trace_file import open_dump, unfinished_steps
+from parity.trace_file import config_of, open_dump, unfinished_steps
 from parity.transforms import sizes_of
 from parity.workload import Fork
 from reference.config import NoteConfig, TextConfig
@@ -68,8 +68,7 @@ def validate_dump(folder: str | os.PathLike[str], config: NoteConfig | None = No
     Raises: DumpError for a folder that cannot be read as a dump at all; ConfigError for its config.json.
     """
     dump = open_dump(folder, any_names=True, allow_incomplete=True)
-    if config is None and dump.config_file:
-        config = NoteConfig.from_json(dump.config_file)
+    config = config or config_of(dump)
     text = config.text if config else None
     manifest = dump.manifest
     findings = [

@@ -162,7 +162,7 @@ class Report:
     def headline(self) -> str:
         """The verdict and the number that decided it, in one line."""
         if self.verdict == "nothing compared":
-            return "NOTHING COMPARED  no tensor has the same name on both sides"
+            return "NOTHING COMPARED  no row has the same name, request and position on both sides"
         if self.first is not None:
             return f"DIFFERENT  {self.first.tensor}  {self.first.phrase}{_where(self.first)}"
         totals, worst = self.totals, self.worst

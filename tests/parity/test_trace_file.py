@@ -73,7 +73,8 @@ def test_every_dtype_reads_back(tmp_path: Path, dtype: torch.dtype) -> None:
     write_trace(
         tmp_path / "dump", Trace([Entry("embeddings", "a", 0, "prefill", (0, 1, 2), InMemory(value))], "x"), dtype
     )
-    loaded = open_trace(tmp_path / "dump").table("embeddings", "a").values
+    (entry,) = open_trace(tmp_path / "dump").entries()
+    loaded = entry.source.load()
     assert loaded.dtype == dtype
     assert torch.equal(loaded.view(torch.uint8), value.view(torch.uint8))
 
