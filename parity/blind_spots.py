@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from parity.tokens import Tokens
-from parity.workload import Draft, Fork, Free, Step, Truncate, Workload
+from parity.plain_steps import plain_steps
+from parity.workload import Workload
 from reference.config import TextConfig
 
 
 def blind_spots(config: TextConfig, workload: Workload, names: Collection[str]) -> tuple[str, ...]:
     """One sentence for each kind of fault that is not excluded, however well the recorded `names` agree."""
-    longest, steps = _longest(config, workload), _most_steps(workload)
+    steps = [step for step in plain_steps(workload, config.vocab_size) if step.kind != "draft"]
+    longest = max(len(step.history) + len(step.token_ids) for step in steps)
     found = []
     if longest <= config.index_topk:
         why = f"no row sees more than {longest} keys and the top-k is {config.index_topk}, so that all are selected"
@@ -28,39 +29,8 @@ def blind_spots(config: TextConfig, workload: Workload, names: Collection[str]) 
             f"a fault of the sliding window is not excluded: no request has more than {longest} tokens, and the window "
             f"is {config.sliding_window_size}"
         )
-    if steps == 1:
+    if not any(step.history for step in steps):
         found.append("a fault of the caches is not excluded: every request runs in a single step")
     if config.num_nextn_predict_layers and not any(name.startswith("mtp.") for name in names):
         found.append("a fault of the draft layer is not excluded: none of its tensors was recorded")
     return tuple(found)
-
-
-def _longest(config: TextConfig, workload: Workload) -> int:
-    """Tokens of the longest request at any time."""
-    tokens, longest = Tokens(workload, config.vocab_size), 0
-    for action in workload.actions:
-        if isinstance(action, Step):
-            for request, count, _ in action.items:
-                tokens.take(request, count)
-                longest = max(longest, tokens.length(request))
-        elif isinstance(action, Truncate):
-            tokens.truncate(action.request, action.count)
-        elif isinstance(action, Fork):
-            tokens.fork(action.request, action.new)
-        elif isinstance(action, Free):
-            tokens.free(action.request)
-    return longest
-
-
-def _most_steps(workload: Workload) -> int:
-    """Steps and drafts of the request that has the most; a fork reads what its origin has cached."""
-    count: dict[str, int] = {}
-    for action in workload.actions:
-        if isinstance(action, Step):
-            for request, _, _ in action.items:
-                count[request] = count.get(request, 0) + 1
-        elif isinstance(action, Draft):
-            count[action.request] = count.get(action.request, 0) + 1
-        elif isinstance(action, Fork):
-            count[action.new] = count[action.request]
-    return max(count.values())

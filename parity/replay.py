@@ -7,6 +7,7 @@ ones, so that what follows is computed from the trace's own inputs: that isolate
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -113,7 +114,8 @@ def is_layer_boundary(name: str) -> bool:
 class Exchange:
     """One row whose choice differs. `gap` is how far the worst exchange is from a tie, in units of the scores.
 
-    0: an exact tie. Infinite: a key that is not visible, or another number of choices.
+    0: an exact tie. Infinite: a key that is not visible, or another number of choices. `score`: of the best that only
+    the expected side chose, NaN where that is not known.
     """
 
     name: str
@@ -124,6 +126,11 @@ class Exchange:
     only_actual: tuple[int, ...]
     gap: float
     scale: float  # norm of the row of scores, the unit of its relative noise
+    score: float = float("nan")
+
+    def gap_in_ulps(self, dtype: torch.dtype) -> float:
+        """The gap in steps of `dtype` at the score: below 1, that dtype cannot hold the two scores apart."""
+        return self.gap / (torch.finfo(dtype).eps * 2.0 ** (math.frexp(self.score)[1] - 1))
 
 
 class ChoiceReplay:
@@ -175,7 +182,10 @@ class ChoiceReplay:
             position, occurrence = keys[row]
             gap = score_gap(scores, lost, won)
             scale = float(scores[scores.isfinite()].norm())
-            self.exchanges.append(Exchange(name, request, position, occurrence, tuple(lost), tuple(won), gap, scale))
+            score = float(scores[lost].max()) if lost else float("nan")
+            self.exchanges.append(
+                Exchange(name, request, position, occurrence, tuple(lost), tuple(won), gap, scale, score)
+            )
 
 
 def score_gap(scores: Tensor, lost: list[int], won: list[int]) -> float:
