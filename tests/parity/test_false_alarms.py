@@ -1,7 +1,11 @@
 """No false alarm: implementations that differ by rounding only are never called different.
 
-The same limits that detect the faults. Profile `ci`: 40 workloads; `explore`: 1,000.
+The same limits that detect the faults, in every view and at every level of dump. Profile `ci`: 100 workloads;
+`explore`: 1,000.
 """
+
+from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,35 +15,87 @@ from hypothesis import strategies as st
 from parity.compare import compare, compare_exact
 from parity.faults.controls import CONTROLS
 from parity.faults.fault import Fault
+from parity.findings import View
+from parity.plain_steps import plain_steps
 from parity.run import traced
 from parity.runners.reference import ReferenceRunner
+from parity.schema import pattern_of
 from parity.strategies import workloads
-from parity.workload import Workload
+from parity.trace import Trace
+from parity.workload import Draft, Truncate, Workload
 from reference.checkpoint import synthetic_tensors
 from reference.config import tiny
+from reference.session import Session
 
 CONFIG = tiny()
 WEIGHTS = dict(synthetic_tensors(CONFIG))
-EXAMPLES = 1000 if settings.get_current_profile_name() == "explore" else 40
+MAX_ACTIONS, MAX_TOKENS = 4, 40
+EXAMPLES = 1000 if settings.get_current_profile_name() == "explore" else 100
+MODELS = {dtype: ReferenceRunner(CONFIG, WEIGHTS, dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16)}
+# What a dump shows: everything, what leaves each layer, or the logits.
+LEVELS: dict[str, Callable[[str], bool]] = {
+    "all probes": lambda name: True,
+    "layer outputs": lambda name: pattern_of(name) in ("embeddings", "layers.{i}.output", "final_norm", "logits"),
+    "logits only": lambda name: name == "logits",
+}
 
 
 def reference(dtype: torch.dtype) -> ReferenceRunner:
-    return ReferenceRunner(CONFIG, WEIGHTS, dtype)
+    """One model a dtype: building it takes as long as running it."""
+    MODELS[dtype].session = Session(MODELS[dtype].model)
+    return MODELS[dtype]
 
 
+@pytest.mark.timeout(36 * EXAMPLES)
 @settings(max_examples=EXAMPLES)
 @given(
-    workload=workloads(CONFIG.text, max_actions=4, max_tokens=40),
+    workload=workloads(CONFIG.text, MAX_ACTIONS, MAX_TOKENS),
     control=st.sampled_from(CONTROLS),
     dtype=st.sampled_from((torch.bfloat16, torch.float32)),
+    view=st.sampled_from(("pinpoint", "cascade")),
+    level=st.sampled_from(("all probes", "all probes", *LEVELS)),
 )
-def test_rounding_is_never_called_different(workload: Workload, control: Fault, dtype: torch.dtype) -> None:
-    port = ReferenceRunner(CONFIG, WEIGHTS, dtype, faults=(control,))
-    comparison = compare(reference, traced(port, workload), dtype, workload, views=("cascade", "pinpoint"))
+def test_rounding_is_never_called_different(
+    workload: Workload, control: Fault, dtype: torch.dtype, view: View, level: str
+) -> None:
+    recorded = traced(ReferenceRunner(CONFIG, WEIGHTS, dtype, faults=(control,)), workload)
+    port = Trace([entry for entry in recorded.entries() if LEVELS[level](entry.name)])
+    comparison = compare(reference, port, dtype, workload, views=(view,))
     target(comparison.worst_excess())
-    event(control.id)
+    event(f"control: {control.id}")
+    event(f"level: {level}")
+    for reached in reached_by(workload):
+        event(f"reached: {reached}")
     assert comparison.compared
     assert not comparison.is_different, comparison.first
+
+
+def reached_by(workload: Workload) -> list[str]:
+    """What of the model's machinery the workload uses."""
+    steps = [step for step in plain_steps(workload, CONFIG.text.vocab_size) if step.kind != "draft"]
+    longest = max(len(step.history) + len(step.token_ids) for step in steps)
+    window, drafts = CONFIG.text.sliding_window_size, Session(MODELS[torch.float64].model).max_draft_tokens
+    found = {
+        "window": longest > window,
+        "top-k": longest > CONFIG.text.index_topk,
+        "ring wrap": longest > window + drafts,
+        "drafts": any(isinstance(action, Draft) for action in workload.actions),
+        "taken back": any(isinstance(action, Truncate) for action in workload.actions),
+    }
+    return [name for name, is_reached in found.items() if is_reached]
+
+
+def test_the_sweep_reaches_what_it_should() -> None:
+    """Of the workloads that are drawn, a tenth at least reaches each part of the machinery."""
+    counts: Counter[str] = Counter()
+
+    @settings(max_examples=100, database=None)
+    @given(workload=workloads(CONFIG.text, MAX_ACTIONS, MAX_TOKENS))
+    def draw(workload: Workload) -> None:
+        counts.update(reached_by(workload))
+
+    draw()
+    assert all(counts[part] >= 10 for part in ("window", "top-k", "ring wrap", "drafts", "taken back")), counts
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control.id)
