@@ -1,13 +1,15 @@
 """The diagnosis: planted faults are named, pairs too, and what is not in the catalogue is called unknown.
 
 A foreign dump is simulated by the reference in bfloat16 with the fault. Profile `ci` takes a sample; `explore` takes
-every visible fault, 200 pairs, and prints the rates.
+every visible fault at three levels of dump, 200 pairs, and prints the rates.
 """
 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from parity.diagnose import Diagnosis, coverage_of, diagnose
 from parity.faults.catalogue import CATALOGUE
 from parity.faults.fault import Fault
 from parity.findings import ProbeResult
+from parity.golden_file import Golden
 from parity.run import traced
 from parity.runners.reference import ReferenceRunner
 from parity.schema import pattern_of
@@ -26,36 +29,44 @@ from parity.workload import Workload
 from reference.checkpoint import synthetic_tensors
 from reference.config import NoteConfig, tiny
 from reference.probe import Listener, Override, Rows
+from reference.session import Session
 
 CONFIG = tiny()
 WEIGHTS = dict(synthetic_tensors(CONFIG))
 WORKLOAD = Workload.parse("p:a22+b9 d:a+b m:a3 v:a4 t:a2 p:a5+d:b m:b2 d:a+b", seed=3)
+# What WORKLOAD cannot show in bfloat16: an angle is exact enough below position 256, the rounding of a norm stays below
+# the limit in so few rows, no short row follows a longer one in its place, and no step verifies different numbers.
+OTHER_WORKLOADS = {
+    "rope_angle_bf16": Workload.parse("p:a270+b3 d:a"),
+    "norm_in_bf16": Workload.parse("p:a120 d:a"),
+    "topk_stale_tail": Workload.parse("p:a16 d:a p:b9 d:a+b"),
+    "nonuniform_decode": Workload.parse("p:a12+b12 v:a4+b3 d:a+b"),
+}
+# Its tokens are chosen so that rounding changes no choice: a dump of logits, which shows no choice, can be judged.
+CLEAR = Golden.open("tiny").workload
 IS_EXPLORING = settings.get_current_profile_name() == "explore"
-# Not visible in a bfloat16 run of WORKLOAD: an angle in bfloat16 is exact enough below position 256.
-TOO_SHORT_FOR = {"rope_angle_bf16"}
-VISIBLE = [f for f in CATALOGUE.values() if f.visibility in "VLCM" and f.id not in TOO_SHORT_FOR]
+VISIBLE = [fault for fault in CATALOGUE.values() if fault.visibility in "VLCM"]
 SAMPLE = [CATALOGUE[name] for name in ("window_512", "indexer_rope_neox", "bias_in_weights", "eh_concat_swapped")]
+Keep = Callable[[str], bool]
+
+
+@cache
+def built(dtype: torch.dtype, fault_ids: tuple[str, ...]) -> ReferenceRunner:
+    return ReferenceRunner(CONFIG, WEIGHTS, dtype, faults=[CATALOGUE[fault_id] for fault_id in fault_ids])
 
 
 def reference(dtype: torch.dtype, faults: Sequence[Fault] = ()) -> ReferenceRunner:
-    return ReferenceRunner(CONFIG, WEIGHTS, dtype, faults=faults)
+    """Models are built once, for that takes longer than to run them; a fault with a listener keeps state of its own."""
+    ids = tuple(fault.id for fault in faults)
+    if len(faults) > 1 or any(fault.listener or fault.id not in CATALOGUE for fault in faults):
+        return ReferenceRunner(CONFIG, WEIGHTS, dtype, faults=faults)
+    runner = built(dtype, ids)
+    runner.session = Session(runner.model)
+    return runner
 
 
-def dump(faults: Sequence[Fault], keep: Callable[[str], bool] = lambda name: True, seed: int = 3) -> Trace:
-    """What a port with these faults would record."""
-    trace = traced(reference(torch.bfloat16, faults), Workload(WORKLOAD.actions, seed))
-    return Trace([entry for entry in trace.entries() if keep(entry.name)], "port")
-
-
-def diagnosed(candidate: Trace, seed: int = 3) -> Diagnosis:
-    workload = Workload(WORKLOAD.actions, seed)
-    return diagnose(reference, candidate, torch.bfloat16, workload, CATALOGUE.values())
-
-
-def is_named(diagnosis: Diagnosis, fault: Fault) -> bool:
-    """First, or proved equal to the first."""
-    first = diagnosis.explanations[0].faults if diagnosis.explanations else ()
-    return (fault.id,) in (first, *diagnosis.equivalents)
+def everything(name: str) -> bool:
+    return True
 
 
 def is_layer_output(name: str) -> bool:
@@ -63,7 +74,32 @@ def is_layer_output(name: str) -> bool:
 
 
 def is_logits(name: str) -> bool:
-    return name == "logits"
+    return pattern_of(name) in ("logits", "mtp.{s}.logits")
+
+
+def dump(faults: Sequence[Fault], keep: Keep = everything, workload: Workload = WORKLOAD) -> Trace:
+    """What a port with these faults would record."""
+    trace = traced(reference(torch.bfloat16, faults), workload)
+    return Trace([entry for entry in trace.entries() if keep(entry.name)], "port")
+
+
+def diagnosed(candidate: Trace, workload: Workload = WORKLOAD) -> Diagnosis:
+    return diagnose(reference, candidate, torch.bfloat16, workload, CATALOGUE.values())
+
+
+def is_named(diagnosis: Diagnosis, *faults: Fault) -> bool:
+    """First, or proved equal to the first."""
+    first = diagnosis.explanations[0].faults if diagnosis.explanations else ()
+    return {fault.id for fault in faults} in [set(ids) for ids in (first, *diagnosis.equivalents)]
+
+
+def outcome(diagnosis: Diagnosis, fault: Fault) -> str:
+    """What a diagnosis says of a planted fault; "among others": it fits, and so does what was put first."""
+    if diagnosis.verdict != "explained":
+        return diagnosis.verdict
+    if is_named(diagnosis, fault):
+        return "named"
+    return "among others" if (fault.id,) in [h.faults for h in diagnosis.explanations] else "wrong"
 
 
 @pytest.mark.parametrize("fault", [] if IS_EXPLORING else SAMPLE, ids=lambda fault: fault.id)
@@ -73,19 +109,22 @@ def test_a_planted_fault_is_named(fault: Fault) -> None:
     assert is_named(diagnosis, fault), (diagnosis.explanations, diagnosis.equivalents)
 
 
-@pytest.mark.skipif(not IS_EXPLORING, reason="half an hour: profile explore")
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize(
-    ("keep", "least"), [(lambda name: True, 0.95), (is_layer_output, 0.80)], ids=["all probes", "layer outputs"]
+    ("keep", "workload", "least"),
+    [(everything, WORKLOAD, 0.95), (is_layer_output, WORKLOAD, 0.80), (is_logits, CLEAR, 0.0)],
+    ids=["all probes", "layer outputs", "logits only"],
 )
-def test_rate_of_named_faults(keep: Callable[[str], bool], least: float) -> None:
-    missed = {}
+def test_rate_of_named_faults(keep: Keep, workload: Workload, least: float) -> None:
+    found: dict[str, str] = {}
     for fault in VISIBLE:
-        diagnosis = diagnosed(dump([fault], keep))
-        if not is_named(diagnosis, fault):
-            missed[fault.id] = (diagnosis.verdict, [h.faults for h in diagnosis.explanations[:3]])
-    rate = 1 - len(missed) / len(VISIBLE)
-    print(f"{rate:.1%} of {len(VISIBLE)} named; missed: {missed}")
-    assert rate >= least, missed
+        own = OTHER_WORKLOADS.get(fault.id, workload)
+        found[fault.id] = outcome(diagnosed(dump([fault], keep, own), own), fault)
+    rates, others = Counter(found.values()), {name: what for name, what in found.items() if what != "named"}
+    print(f"of {len(found)}: {dict(rates)}; not named: {others}")
+    assert rates["wrong"] == 0, others
+    assert rates["named"] >= least * len(found), others
 
 
 def test_layer_outputs_are_enough_for_a_coarse_fault() -> None:
@@ -95,14 +134,16 @@ def test_layer_outputs_are_enough_for_a_coarse_fault() -> None:
     assert is_named(diagnosis, CATALOGUE["drop_kv_rescale"])
 
 
-@pytest.mark.parametrize(
-    ("fault_id", "verdict"), [("zero_centered_norm", "explained"), ("full_theta_on_swa", "agrees")]
-)
-def test_logits_alone_are_reported_honestly(fault_id: str, verdict: str) -> None:
-    """Without choices to replay, the floor holds experts that change: a small fault is not seen, none is named."""
-    diagnosis = diagnosed(dump([CATALOGUE[fault_id]], is_logits))
-    assert (diagnosis.coverage, diagnosis.verdict) == ("logits only", verdict)
-    assert not diagnosis.explanations or is_named(diagnosis, CATALOGUE[fault_id])
+@pytest.mark.parametrize(("fault_id", "what"), [("zero_centered_norm", "named"), ("full_theta_on_swa", "named")])
+def test_logits_alone_are_reported_honestly(fault_id: str, what: str) -> None:
+    diagnosis = diagnosed(dump([CATALOGUE[fault_id]], is_logits, CLEAR), CLEAR)
+    assert (diagnosis.coverage, outcome(diagnosis, CATALOGUE[fault_id])) == ("logits only", what)
+
+
+def test_where_rounding_may_have_changed_choices_logits_name_nothing() -> None:
+    """Tokens that nobody chose: behind the first near tie, no row tells a small fault from another expert."""
+    diagnosis = diagnosed(dump([CATALOGUE["full_theta_on_swa"]], is_logits))
+    assert outcome(diagnosis, CATALOGUE["full_theta_on_swa"]) in ("agrees", "unknown")
 
 
 def test_no_fault_no_diagnosis() -> None:
@@ -114,7 +155,7 @@ def pairs(count: int) -> list[tuple[Fault, Fault]]:
     """Seeded pairs of faults that first show at different places."""
     drawn, generator = [], random.Random(0)
     while len(drawn) < count:
-        one, other = generator.sample(VISIBLE, 2)
+        one, other = generator.sample([fault for fault in VISIBLE if fault.id not in OTHER_WORKLOADS], 2)
         if not set(one.first) & set(other.first):
             drawn.append((one, other))
     return drawn
@@ -123,11 +164,11 @@ def pairs(count: int) -> list[tuple[Fault, Fault]]:
 def test_pairs_are_both_named() -> None:
     drawn = pairs(200 if IS_EXPLORING else 1)
     missed = []
-    for one, other in drawn:
-        diagnosis = diagnosed(dump([one, other]))
-        explained = [set(hypothesis.faults) for hypothesis in diagnosis.explanations]
-        if {one.id, other.id} not in explained:
-            missed.append((one.id, other.id, diagnosis.verdict, explained[:3]))
+    for pair in drawn:
+        diagnosis = diagnosed(dump(pair))
+        if not is_named(diagnosis, *pair):
+            explained = [hypothesis.faults for hypothesis in diagnosis.explanations]
+            missed.append((*(fault.id for fault in pair), diagnosis.verdict, explained[:3]))
     print(f"{1 - len(missed) / len(drawn):.1%} of {len(drawn)} pairs named; missed: {missed}")
     assert len(missed) <= 0.2 * len(drawn), missed
 
@@ -165,3 +206,14 @@ def test_what_is_not_in_the_catalogue_is_unknown(pattern: str) -> None:
     assert isinstance(first, ProbeResult)
     assert pattern_of(first.name) == pattern.replace("*", "{i}")
     assert diagnosis.verdict == "unknown", diagnosis.explanations
+
+
+@pytest.mark.parametrize("fault_id", ["indexer_scale_dropped", "indexer_unrescaled_q"])
+def test_a_fault_without_consequences_is_named_as_one(fault_id: str) -> None:
+    """The scores differ and the selection does not: the fault explains that, and is not offered for an output."""
+    diagnosis = diagnosed(dump([CATALOGUE[fault_id]]))
+    assert is_named(diagnosis, CATALOGUE[fault_id])
+    assert diagnosis.has_no_consequences
+    elsewhere = diagnosed(dump([CATALOGUE["gate_dropped"]]))
+    assert not elsewhere.has_no_consequences
+    assert fault_id not in {name for hypothesis in elsewhere.explanations for name in hypothesis.faults}
