@@ -154,7 +154,8 @@ def _full_group(group: PageGroup, table_BP: np.ndarray, page_size: int) -> FullG
 
 def _row_block(start: int, stop: int, spans: Sequence[Span]) -> RowBlock[np.ndarray]:
     ends = [(max(span.first_row, start), min(span.stop_row, stop)) for span in spans]
-    runs = [last - first for first, last in ends if first < last]
+    # A run for every item, also of no rows: runs count items, whose keys they are attended with.
+    runs = [max(0, last - first) for first, last in ends]
     return RowBlock(start, stop, max(runs, default=0), starts(runs))
 
 

@@ -1,0 +1,126 @@
+"""What this machine can do: which implementation each op takes, and why.
+
+One choice an op, made once when a model is built and printable (`note-parity doctor`):
+
+triton   the kernel, compiled on a GPU, or interpreted on a CPU where TRITON_INTERPRET=1 was set before Triton loaded
+torch    its twin in plain PyTorch, everywhere else and wherever it is asked for
+
+Nothing falls back silently: a backend that was asked for and cannot run is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Literal
+
+import torch
+
+from optimized.errors import NotSupportedError
+from optimized.kernels.common import HAS_TRITON, IS_INTERPRETED
+
+Backend = Literal["triton", "torch"]
+
+# Where each op lives: `NAME_triton` and `NAME_torch` in this module (`NAME_triton_` if it works in place).
+OPS = {
+    "rms_norm": "optimized.kernels.norm",
+    "add_rms_norm": "optimized.kernels.norm",
+    "write_latents": "optimized.kernels.latent",
+    "store_rows": "optimized.kernels.latent",
+    "gather_rows": "optimized.kernels.latent",
+    "rotate_queries_": "optimized.kernels.queries",
+    "absorb_queries": "optimized.kernels.queries",
+    "unabsorb_gate": "optimized.kernels.gate",
+    "gate_heads": "optimized.kernels.gate",
+    "swiglu": "optimized.kernels.swiglu",
+    "draft_input": "optimized.kernels.draft",
+    "index_scores": "optimized.attention.index_scores",
+    "select_keys": "optimized.attention.selection",
+    "select_bits": "optimized.attention.selection",
+    "sparse_attention": "optimized.attention.absorbed",
+    "ring_attention": "optimized.attention.absorbed",
+    "expanded_attention": "optimized.attention.expanded",
+    "route": "optimized.kernels.router",
+    "sort_rows": "optimized.kernels.experts",
+    "expert_swiglu": "optimized.kernels.experts",
+    "expert_down": "optimized.kernels.experts",
+    "combine": "optimized.kernels.experts",
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which backend an op takes, with the reason in words."""
+
+    op: str
+    backend: Backend
+    reason: str
+
+
+class Ops:
+    """The chosen function of each op as an attribute: `ops.rms_norm(x_TD, weight_D, eps)`."""
+
+    def __init__(self, choices: Mapping[str, Choice]):
+        self.choices = dict(choices)
+        self._functions: dict[str, Callable[..., Any]] = {
+            op: getattr(import_module(OPS[op]), _function_name(op, choice.backend)) for op, choice in choices.items()
+        }
+
+    def __getattr__(self, op: str) -> Callable[..., Any]:
+        try:
+            return self.__dict__["_functions"][op]
+        except KeyError:
+            raise AttributeError(f"no op {op!r}; there are {', '.join(OPS)}") from None
+
+
+def choose(
+    device: torch.device | str, backend: Backend | None = None, overrides: Mapping[str, Backend] | None = None
+) -> Ops:
+    """Choose for `device`; `backend` asks for one backend for every op, `overrides` for single ops.
+
+    Raises: NotSupportedError for a backend that cannot run here, or an unknown op.
+    """
+    device = torch.device(device)
+    overrides = dict(overrides or {})
+    if unknown := sorted(set(overrides) - set(OPS)):
+        raise NotSupportedError(f"no op {', '.join(unknown)}; there are {', '.join(OPS)}")
+    obstacle = triton_obstacle(device)
+    choices = {}
+    for op in OPS:
+        asked = overrides.get(op, backend)
+        if asked == "triton" and obstacle:
+            raise NotSupportedError(f"{op} cannot take triton on {device}: {obstacle}")
+        if asked is not None:
+            choices[op] = Choice(op, asked, "asked for")
+        elif obstacle:
+            choices[op] = Choice(op, "torch", obstacle)
+        else:
+            choices[op] = Choice(
+                op, "triton", "interpreted" if device.type == "cpu" else f"compiled for {_card(device)}"
+            )
+    return Ops(choices)
+
+
+def triton_obstacle(device: torch.device) -> str | None:
+    """Why Triton kernels cannot run on tensors of this device; None if they can."""
+    if not HAS_TRITON:
+        return "triton is not installed"
+    if device.type == "cpu":
+        return None if IS_INTERPRETED else "on a CPU only Triton's interpreter runs, and TRITON_INTERPRET=1 is not set"
+    if device.type != "cuda":
+        return f"there are no kernels for {device.type}"
+    if IS_INTERPRETED:
+        return "TRITON_INTERPRET=1 is set: kernels would be interpreted, not compiled"
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    return None
+
+
+def _function_name(op: str, backend: Backend) -> str:
+    """`rms_norm_torch`; what works in place keeps its underscore at the end: `rotate_queries_torch_`."""
+    return f"{op}{backend}_" if op.endswith("_") else f"{op}_{backend}"
+
+
+def _card(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device)

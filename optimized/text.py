@@ -1,0 +1,134 @@
+"""The text model over one step of a ragged batch.
+
+The residual stream and what a sublayer adds to it travel apart until the next norm joins them in one kernel:
+h, x = add_norm(h, f(x)). Everything named in the probe schema is shown under the reference's names.
+Source: text_model specification, sections 1, 11 and 12.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from optimized.attention.front import LayerContext
+from optimized.attention.full import FullPools, full_attention
+from optimized.attention.sliding import sliding_attention
+from optimized.cache import CachePools
+from optimized.device import Ops
+from optimized.moe import moe
+from optimized.observe import BatchObserver
+from optimized.rope import cos_sin
+from optimized.step import DeviceStep
+from optimized.weights import LayerWeights, PackedText
+from reference.config import TextConfig
+from reference.probe import is_observed, scope
+
+# T tokens  D model  W vocabulary
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """cos and sin of a step's positions, for full and for sliding layers."""
+
+    full_TR: Tensor
+    sliding_TR: Tensor
+
+    @classmethod
+    def of(cls, positions_T: Tensor, config: TextConfig, like: Tensor) -> Rotation:
+        def table(theta: float, width: int) -> Tensor:
+            return cos_sin(positions_T, theta, width, like.dtype)
+
+        full, sliding = config.full, config.sliding
+        return cls(table(full.rope_theta, full.qk_rope_head_dim), table(sliding.rope_theta, sliding.qk_rope_head_dim))
+
+
+class Text:
+    """All layers on one device: packed weights, pools, and the chosen ops."""
+
+    def __init__(self, config: TextConfig, weights: PackedText, pools: CachePools, ops: Ops):
+        self.config, self.weights, self.pools, self.ops = config, weights, pools, ops
+
+    def hidden(self, step: DeviceStep, see: BatchObserver) -> Tensor:
+        """The step's rows through all layers; returns the state after the final norm, [T, D]."""
+        eps, weights = self.config.rms_norm_eps, self.weights
+        hidden_TD = see("embeddings", weights.embeddings_WD[step.token_ids_T])
+        rotation = Rotation.of(step.positions_T, self.config, hidden_TD)
+        delta_TD: Tensor | None = None
+        for index, layer in enumerate(weights.layers):
+            if delta_TD is None:
+                normed_TD = self.ops.rms_norm(hidden_TD, layer.input_norm_D, eps)
+            else:
+                hidden_TD, normed_TD = self._output(index - 1, hidden_TD, delta_TD, layer.input_norm_D, see)
+            with scope(f"layers.{index}"):
+                hidden_TD, delta_TD = self.layer(index, layer, hidden_TD, normed_TD, step, rotation, see)
+        assert delta_TD is not None
+        _, normed_TD = self._output(len(weights.layers) - 1, hidden_TD, delta_TD, weights.final_norm_D, see)
+        return see("final_norm", normed_TD)
+
+    def logits(self, normed_TD: Tensor) -> Tensor:
+        """[T, W] in the activation dtype."""
+        return normed_TD @ self.weights.head_WD.T
+
+    def layer(
+        self,
+        index: int,
+        layer: LayerWeights,
+        hidden_TD: Tensor,
+        normed_TD: Tensor,
+        step: DeviceStep,
+        rotation: Rotation,
+        see: BatchObserver,
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the residual stream behind the attention, and what the feed-forward adds to it.
+
+        `normed_TD` is the layer's input after its first norm. The draft layer has the index behind the last one.
+        """
+        eps, is_full = self.config.rms_norm_eps, self.config.is_full(index)
+        see.only("input", hidden_TD)
+        with scope("attn"):
+            normed_TD = see("input", normed_TD)
+            context = LayerContext(
+                self.config,
+                self.config.geometry(index),
+                layer.attention,
+                self.ops,
+                see,
+                rotation.full_TR if is_full else rotation.sliding_TR,
+            )
+            if is_full:
+                pools = FullPools(self.pools.latent_pool(index), self.pools.index_pool(index))
+                attended_TD = full_attention(normed_TD, context, pools, step)
+            else:
+                attended_TD = sliding_attention(normed_TD, context, self.pools.ring_pool(index), step)
+        hidden_TD, normed_TD = self.ops.add_rms_norm(hidden_TD, attended_TD, layer.post_norm_D, eps)
+        with scope("ffn"):
+            normed_TD = see("input", normed_TD)
+            delta_TD = see("output", self._feed_forward(layer, normed_TD, see))
+        return hidden_TD, delta_TD
+
+    def _feed_forward(self, layer: LayerWeights, x_TD: Tensor, see: BatchObserver) -> Tensor:
+        if layer.dense is not None:
+            return self.ops.swiglu(x_TD @ layer.dense.gate_up_XD.T) @ layer.dense.down_DF.T
+        assert layer.experts is not None
+        output_TD, observed = moe(x_TD, layer.experts, self.config, self.ops, is_observed())
+        if observed is not None:
+            with scope("router"):
+                see.only("logits", observed.logits_TE)
+                see.only("scores", observed.scores_TE)
+                see.only("choice", observed.choice_TE)
+                see.only("expert_ids", observed.expert_ids_TK.long())
+                see.only("weights", observed.weights_TK)
+            see.only("routed", observed.routed_TD)
+            if observed.shared_TD is not None:
+                see.only("shared", observed.shared_TD)
+        return output_TD
+
+    def _output(
+        self, index: int, hidden_TD: Tensor, delta_TD: Tensor, norm_D: Tensor, see: BatchObserver
+    ) -> tuple[Tensor, Tensor]:
+        """Join the stream and what layer `index` adds; returns the layer's output and its norm."""
+        hidden_TD, normed_TD = self.ops.add_rms_norm(hidden_TD, delta_TD, norm_D, self.config.rms_norm_eps)
+        with scope(f"layers.{index}"):
+            see.only("output", hidden_TD)
+        return hidden_TD, normed_TD
