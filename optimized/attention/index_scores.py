@@ -6,8 +6,8 @@ A program takes up to BLOCK_T queries of one request and every `splits`-th tile 
 table. A tile of keys times all heads of these queries is one product; ReLU, weights and the sum over heads follow in
 registers, in float32, and J^-½ > 0 is applied to the sum. So each key is read once for BLOCK_T queries. What lies
 behind a query's position is neither read nor written; programs without work end at once, wherever S ends.
-Measured on an H200, bfloat16, context 32768, cold cache: 11 / 51 / 162 / 548 us for 1 / 16 / 64 / 256 rows of as many
-requests (5.5 warm for one; the bytes alone take 2 / 29 / 116 / 465), and 289 for a prompt of 4096 (the products: 174).
+Measured on an H200, bfloat16, context 32768, cold cache: 12 / 50 / 171 / 549 us for 1 / 16 / 64 / 256 rows of as many
+requests (6 warm for one; the bytes alone take 2 / 29 / 116 / 465), and 289 for a prompt of 4096 (the products: 174).
 Assumed: the rows of a run belong to one request; all J lanes are dense. Source: text_model specification, section 7.
 """
 
