@@ -41,7 +41,8 @@ class PlanItem:
 class RowBlock(Generic[Array]):
     """Rows start:stop of the step, few enough for the workspace; they are scored, selected and attended together.
 
-    query_start_B1: int32, where each request's rows start, counted from `start`; `max_queries` is the longest run.
+    query_start_B1: int32, where the rows of each item of the group start, counted from `start`: a run for every item,
+    also of no rows; `max_queries` is the longest.
     """
 
     start: int
