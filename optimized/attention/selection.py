@@ -10,7 +10,7 @@ chosen key. Rows that are too long, or too few to fill the device, take more ste
 of each part, then the best k of these; they stay in the order of position, so ties are settled alike.
 Counts are integers, and the only atomics `or` distinct bits: same input, same bytes. Columns behind a row's position
 are not read. Measured on an H200, k = 2048, in a graph: 26 / 30 / 43 / 85 us for 1 / 16 / 64 / 256 rows of 32768,
-8 to 12 for those of 4096. Three instructions a score and step, on units of half rate, bound it; the bytes would take 2 us for 64.
+8 to 12 for those of 4096. Three instructions a score and step, on units of half rate, bound it, not the bytes.
 Source: text_model specification, section 7.2.
 """
 
