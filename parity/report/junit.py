@@ -1,8 +1,8 @@
 """A report as JUnit XML, for the test tab of a CI: one test suite for each level and workload, and in it one test case
 for each layer, view and step. What is not known by steps has one case for all of them.
 
-A case fails if a tensor or choice of its layer is outside the noise in its step; it is skipped if none of its tensors
-could be compared. A report that compared nothing is an error, never a pass.
+A case fails if a tensor or choice of its layer is outside the noise in its step; it is skipped if none of its rows
+could be judged. A report that compared nothing is an error, never a pass.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ class _Case:
 
     failures: list[str] = field(default_factory=list)
     judged: int = 0
-    word: str = ""
 
 
 def junit_xml(report: Report) -> str:
@@ -53,10 +52,11 @@ def _suites(report: Report) -> Iterator[Element]:
         by_run.setdefault((record.level, record.workload, record.seed), []).append(record)
     for (level, workload, seed), found in by_run.items():
         suite = Element("testsuite", name=_clean(f"{level}: {workload} (seed {seed})"))
+        words = {step.action: step.word for record in found if isinstance(record, Row) for step in record.steps}
         for (layer, view, step), case in _cases(found).items():
             name = f"layer {report.layer_title(layer).strip()}"
             if step is not None:
-                name += f", step {step}{f' {case.word}' if case.word else ''}"
+                name += f", step {step} {words.get(step, '')}".rstrip()
             element = SubElement(suite, "testcase", classname=_clean(f"{level}.{view}"), name=_clean(name))
             _judge(element, case)
         yield suite
@@ -71,7 +71,6 @@ def _cases(records: list[Row | Partial | Choice]) -> dict[_CaseKey, _Case]:
         if isinstance(record, Row) and record.steps:
             for step in record.steps:
                 case = cases.setdefault((record.layer, record.view, step.action), _Case())
-                case.word = case.word or step.word
                 case.judged += 1
                 if step.bad:
                     case.failures.append(_failed_step(record, step))
@@ -82,6 +81,12 @@ def _cases(records: list[Row | Partial | Choice]) -> dict[_CaseKey, _Case]:
         case.judged += record.verdict != "missing"
         if record.is_different:
             case.failures.append(f"{record.tensor}  {record.phrase}  {_place(record)}")
+    # A layer computes every step of the workload: one of which nothing was judged is skipped, not absent.
+    steps = {(view, step) for layer, view, step in cases if layer.isdigit() and step is not None}
+    for layer, view in [group for group in order if group[0].isdigit()]:
+        if (layer, view, None) not in cases:
+            for step in (step for other, step in steps if other == view):
+                cases.setdefault((layer, view, step), _Case())
     groups = list(order)
     return dict(
         sorted(cases.items(), key=lambda pair: (groups.index(pair[0][:2]), -1 if pair[0][2] is None else pair[0][2]))
@@ -101,7 +106,7 @@ def _judge(element: Element, case: _Case) -> None:
         failure = SubElement(element, "failure", type="different", message=_clean(case.failures[0]))
         failure.text = _clean("\n".join([*case.failures[:_LISTED], *more]))
     elif not case.judged:
-        SubElement(element, "skipped", message="no tensor of this layer has a row in common")
+        SubElement(element, "skipped", message="no row of this layer could be judged")
 
 
 def _place(one: Row | Partial | Choice) -> str:
