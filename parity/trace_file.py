@@ -111,6 +111,8 @@ def config_of(dump: Dump) -> NoteConfig | None:
         return NoteConfig.from_json(dump.config_file)
     except ConfigError as error:
         raise ConfigError(f"{dump.config_file}: {error}; a dump needs no config.json, but not a wrong one") from error
+    except RecursionError as error:
+        raise ConfigError(f"{dump.config_file}: is nested too deeply to be a model's config") from error
 
 
 def open_trace(folder: str | os.PathLike[str]) -> Trace:
