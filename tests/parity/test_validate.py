@@ -14,12 +14,15 @@ from dumps import CONFIG, damaged, edit_manifest, edited, recorded
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from typer.testing import CliRunner
 
 from parity.apply_mapping import apply_mapping
+from parity.cli import app
 from parity.foreign import read_foreign
 from parity.manifest import DTYPE_CODES, DumpError
 from parity.mapping import read_mapping
 from parity.schema import PROBES
+from parity.testing import steps
 from parity.trace import Entry, InMemory, Trace
 from parity.trace_file import write_trace
 from parity.validate import ValidationReport, validate_dump
@@ -27,6 +30,7 @@ from parity.workload import Workload
 from reference.errors import ConfigError
 
 LINE = "p:a20+b5 d:a+b v:a3 t:a2 d:a"
+CONFIG_TINY = ["--config", "tiny"]
 
 
 def report_on(folder: Path, trace: Trace, config: bool = True, workload: str | None = None) -> ValidationReport:
@@ -217,13 +221,27 @@ def test_the_page_names_every_dtype() -> None:
     assert all(f"`{name}`" in PAGE for name in DTYPE_CODES)
 
 
+def test_the_page_prints_what_to_run(capsys: pytest.CaptureFixture) -> None:
+    exec(blocks("python")[0], {})
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["token_ids"] for line in lines] == [list(step.token_ids) for step in steps("tiny")]
+
+
+def test_sizes_are_those_of_the_config_that_is_named(tmp_path: Path) -> None:
+    trace = with_change("layers.0.ffn.output", lambda value: value[:, :-1])
+    write_trace(tmp_path / "dump", trace, torch.float32)
+    plain, sized = (CliRunner().invoke(app, ["validate", str(tmp_path / "dump"), *more]) for more in ([], CONFIG_TINY))
+    assert (plain.exit_code, sized.exit_code) == (0, 2)
+    assert "size: layers.0.ffn.output: shape [1, 95], expected D = 96 in 'T D'" in sized.output
+
+
 @pytest.fixture
 def example(tmp_path: Path) -> Path:
     """The folder that the page's examples write."""
     manifest, _ = blocks("json")
     folder = tmp_path / "my-dump"
     folder.mkdir()
-    subprocess.run([sys.executable, "-c", blocks("python")[0], str(folder)], check=True)
+    subprocess.run([sys.executable, "-c", blocks("python")[1], str(folder)], check=True)
     (folder / "manifest.json").write_text(manifest)
     return folder
 
@@ -233,7 +251,7 @@ def test_the_example_is_a_valid_dump(example: Path, capsys: pytest.CaptureFixtur
     assert report.is_valid
     assert not spoilt(report)
     assert (report.tensors, report.statistics) == (2, 1)
-    exec(blocks("python")[2], {"folder": example})
+    exec(blocks("python")[3], {"folder": example})
     assert "note no config" in capsys.readouterr().out
 
 
@@ -245,7 +263,7 @@ def test_the_example_mapping_does_what_the_page_says(tmp_path: Path, capsys: pyt
     tensors = {f"model.block.1.{name}": torch.randn(rows + padding, size) for name, size in sizes.items()}
     entries = [Entry(name, "x", 0, "prefill", range(len(x)), InMemory(x)) for name, x in tensors.items()]
     write_trace(tmp_path / "dump", Trace(entries, "my engine"), torch.float32)
-    code = blocks("python")[1]
+    code = blocks("python")[2]
     exec(code, {"folder": tmp_path / "dump", "mapping_file": tmp_path / "mapping.json"})
     assert "['layers.0.attn.q_rope', 'layers.0.output'] ()" in capsys.readouterr().out
     mapped = apply_mapping(read_mapping(tmp_path / "mapping.json"), read_foreign(tmp_path / "dump"), CONFIG.text)
