@@ -160,6 +160,20 @@ class Engine:
             for request, found in logits.items()
         }
 
+    def adopt(self, request: str, token_ids: Sequence[int]) -> None:
+        """Go on with a request whose rows the pools hold already, imported or written otherwise.
+
+        Its draft layer starts empty. Raises: CacheError unless the pools hold exactly these tokens.
+        """
+        slots = self.pools.slots(request)
+        if request in self._requests or slots.length != len(token_ids):
+            raise CacheError(
+                f"cannot adopt {request!r}: the pools hold {slots.length} of its tokens, {len(token_ids)} are given"
+                + (", and the engine has a request of that name" if request in self._requests else "")
+            )
+        self._check_ids(request, token_ids)
+        self._requests[request] = _Request(list(token_ids), HiddenRows(slots.length))
+
     def draft(self, request: str, next_token: int, depth: int, forced: Sequence[int] = ()) -> Tensor:
         """As `drafts`, for one request."""
         return self.drafts([DraftItem(request, next_token, depth, tuple(forced))])[request]

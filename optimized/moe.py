@@ -76,16 +76,8 @@ def pack_experts(
         raise NotSupportedError(
             f"the router chooses among all experts: expected n_group = 1, found n_group = {config.n_group}"
         )
-    E, D, F = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
-    total = E + config.n_shared_experts
-    packed = PackedExperts(
-        router_weight_ED=torch.empty(E, D, dtype=dtype, device=device),
-        bias_E=torch.empty(E, dtype=torch.promote_types(dtype, torch.float32), device=device),
-        gate_up_EXD=torch.empty(total, 2 * F, D, dtype=dtype, device=device),
-        down_EDF=torch.empty(total, D, F, dtype=dtype, device=device),
-        routed=E,
-    )
-    places = _places(packed)
+    packed = empty_experts(config, device, dtype)
+    places = expert_places(packed)
     missing = dict.fromkeys(places)
     problems = []
     for name, tensor in state.items() if isinstance(state, Mapping) else state:
@@ -108,15 +100,28 @@ def pack_experts(
     return packed
 
 
+def empty_experts(config: TextConfig, device: torch.device | str, dtype: torch.dtype) -> PackedExperts:
+    """Stacks without values. The correction bias stays at least float32: 238 values near 7 are 9 in bfloat16."""
+    E, D, F = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+    total = E + config.n_shared_experts
+    return PackedExperts(
+        router_weight_ED=torch.empty(E, D, dtype=dtype, device=device),
+        bias_E=torch.empty(E, dtype=torch.promote_types(dtype, torch.float32), device=device),
+        gate_up_EXD=torch.empty(total, 2 * F, D, dtype=dtype, device=device),
+        down_EDF=torch.empty(total, D, F, dtype=dtype, device=device),
+        routed=E,
+    )
+
+
 def unpack_experts(packed: PackedExperts) -> dict[str, Tensor]:
     """The tensors that `pack_experts` read, bit for bit; views of the stacks where a tensor lies in one piece."""
     return {
         name: place.pieces[0] if len(place.pieces) == 1 else torch.cat(place.pieces, place.dim)
-        for name, place in _places(packed).items()
+        for name, place in expert_places(packed).items()
     }
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """Where a checkpoint tensor goes: cut into equal pieces along `dim`, each a view of a stack."""
 
     pieces: list[Tensor]
@@ -129,19 +134,19 @@ class _Place(NamedTuple):
         return torch.Size(sizes)
 
 
-def _places(packed: PackedExperts) -> dict[str, _Place]:
+def expert_places(packed: PackedExperts) -> dict[str, Place]:
     E, F = packed.routed, packed.down_EDF.shape[-1]
     places = {
-        "gate.weight": _Place([packed.router_weight_ED], 0),
-        "gate.e_score_correction_bias": _Place([packed.bias_E], 0),
+        "gate.weight": Place([packed.router_weight_ED], 0),
+        "gate.e_score_correction_bias": Place([packed.bias_E], 0),
     }
     owners = {f"experts.{e}": [e] for e in range(E)}
     if packed.shared:
         owners["shared_experts"] = list(range(E, E + packed.shared))
     for owner, members in owners.items():
-        places[f"{owner}.gate_proj.weight"] = _Place([packed.gate_up_EXD[e, :F] for e in members], 0)
-        places[f"{owner}.up_proj.weight"] = _Place([packed.gate_up_EXD[e, F:] for e in members], 0)
-        places[f"{owner}.down_proj.weight"] = _Place([packed.down_EDF[e] for e in members], 1)
+        places[f"{owner}.gate_proj.weight"] = Place([packed.gate_up_EXD[e, :F] for e in members], 0)
+        places[f"{owner}.up_proj.weight"] = Place([packed.gate_up_EXD[e, F:] for e in members], 0)
+        places[f"{owner}.down_proj.weight"] = Place([packed.down_EDF[e] for e in members], 1)
     return places
 
 

@@ -12,7 +12,7 @@ graph reads can be filled again without another address. Source: text_model spec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from optimized.errors import NotSupportedError
 from optimized.kernels.latent import AProjection, LatentWeights
-from optimized.moe import PackedExperts, _Place, _places
+from optimized.moe import PackedExperts, Place, empty_experts, expert_places
 from reference.checkpoint.problems import Problem, refusal
 from reference.config import TextConfig
 from reference.numerics import Numerics
@@ -30,7 +30,17 @@ from reference.numerics import Numerics
 # I index heads  J index head dim  E experts  X, Y packed rows
 
 State = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
-New = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class New:
+    """`new(*shape)` is storage without values."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+    def __call__(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
 
 @dataclass(frozen=True)
@@ -136,9 +146,7 @@ def unpack_text(packed: PackedText) -> dict[str, Tensor]:
 def empty_text(config: TextConfig, device: torch.device | str, dtype: torch.dtype) -> PackedText:
     """Storage without values, of the sizes of `config`."""
 
-    def new(*shape: int, at_least: torch.dtype = dtype) -> Tensor:
-        return torch.empty(shape, dtype=torch.promote_types(dtype, at_least), device=device)
-
+    new = New(torch.device(device), dtype)
     D, W = config.hidden_size, config.vocab_size
     draft = None
     if config.num_nextn_predict_layers:
@@ -148,7 +156,7 @@ def empty_text(config: TextConfig, device: torch.device | str, dtype: torch.dtyp
     return PackedText(new(W, D), layers, new(D), new(W, D), draft)
 
 
-def text_places(packed: PackedText) -> dict[str, _Place]:
+def text_places(packed: PackedText) -> dict[str, Place]:
     """Where each tensor of the state dict lies in the storage: the one table of the layout."""
     places = {
         "model.embed_tokens.weight": _whole(packed.embeddings_WD),
@@ -170,11 +178,11 @@ def text_places(packed: PackedText) -> dict[str, _Place]:
     return places
 
 
-def _whole(view: Tensor) -> _Place:
-    return _Place([view], 0)
+def _whole(view: Tensor) -> Place:
+    return Place([view], 0)
 
 
-def _layer_places(prefix: str, layer: LayerWeights) -> dict[str, _Place]:
+def _layer_places(prefix: str, layer: LayerWeights) -> dict[str, Place]:
     places = {
         f"{prefix}input_layernorm.weight": _whole(layer.input_norm_D),
         f"{prefix}post_attention_layernorm.weight": _whole(layer.post_norm_D),
@@ -186,7 +194,7 @@ def _layer_places(prefix: str, layer: LayerWeights) -> dict[str, _Place]:
         for name, view in (("gate", gate_FD), ("up", up_FD), ("down", layer.dense.down_DF)):
             places[f"{prefix}mlp.{name}_proj.weight"] = _whole(view)
     if layer.experts is not None:
-        places |= {f"{prefix}mlp.{name}": place for name, place in _places(layer.experts).items()}
+        places |= {f"{prefix}mlp.{name}": place for name, place in expert_places(layer.experts).items()}
     return places
 
 
@@ -214,18 +222,10 @@ def _empty_layer(config: TextConfig, layer: int, new: New) -> LayerWeights:
     D, F = config.hidden_size, config.intermediate_size
     dense, experts = None, None
     if config.is_moe(layer):
-        experts = _empty_experts(config, new)
+        experts = empty_experts(config, new.device, new.dtype)
     else:
         dense = DenseWeights(new(2 * F, D), new(D, F))
     return LayerWeights(new(D), _empty_attention(config, layer, new), new(D), dense, experts)
-
-
-def _empty_experts(config: TextConfig, new: New) -> PackedExperts:
-    E, D, F = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
-    total = E + config.n_shared_experts
-    # The correction bias stays float32: 238 values near 7 are 9 in bfloat16.
-    bias_E = new(E, at_least=torch.float32)
-    return PackedExperts(new(E, D), bias_E, new(total, 2 * F, D), new(total, D, F), E)
 
 
 def _empty_attention(config: TextConfig, layer: int, new: New) -> AttentionWeights:
@@ -253,7 +253,7 @@ def _empty_attention(config: TextConfig, layer: int, new: New) -> AttentionWeigh
 
 
 @torch.no_grad()
-def _fill(places: Mapping[str, _Place], state: State) -> None:
+def _fill(places: Mapping[str, Place], state: State) -> None:
     """Copy until something is wrong; from there on only look for what else is."""
     inspection = _Inspection(places)
     for name, tensor in state.items() if isinstance(state, Mapping) else state:
@@ -265,7 +265,7 @@ def _fill(places: Mapping[str, _Place], state: State) -> None:
     inspection.finish()
 
 
-def _copy(tensor: Tensor, place: _Place) -> None:
+def _copy(tensor: Tensor, place: Place) -> None:
     for piece, values in zip(place.pieces, tensor.chunk(len(place.pieces), place.dim), strict=True):
         piece.copy_(values)
 
@@ -273,7 +273,7 @@ def _copy(tensor: Tensor, place: _Place) -> None:
 class _Inspection:
     """Collects what is wrong with the tensors of a state dict, seen one by one."""
 
-    def __init__(self, places: Mapping[str, _Place]):
+    def __init__(self, places: Mapping[str, Place]):
         self.places = places
         self.problems: list[Problem] = []
         self._missing = dict.fromkeys(places)

@@ -28,6 +28,7 @@ def bench(
         typer.Option(min=1, metavar="TOKENS", help="Only rows with so many tokens; may be repeated. [all]"),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few sizes: 1 and 64 requests, 4k tokens.")] = False,
+    steps: Annotated[bool, typer.Option(help="Also whole steps of a four-layer slice: 40 GB of weights.")] = True,
     seed: Annotated[int, typer.Option(help="Seed of weights and inputs.")] = 0,
     earlier: Annotated[
         Path | None, _file("from", "Show an earlier run's JSON in place of measuring; needs no GPU.")
@@ -44,7 +45,7 @@ def bench(
     from optimized.bench.json_file import read_json, write_json, write_text
     from optimized.bench.tables import report_lines, verdict_line
 
-    report = read_json(earlier) if earlier else _measured(ops or [], batch or [], quick, seed)
+    report = read_json(earlier) if earlier else _measured(ops or [], batch or [], quick, steps, seed)
     lines = [verdict_line(report), *report_lines(report)]
     if json:
         write_json(json, report)
@@ -60,20 +61,30 @@ def bench(
     raise typer.Exit(EXIT_DISAGREES if report.red else EXIT_AGREES)
 
 
-def _measured(ops: list[str], batches: list[int], quick: bool, seed: int) -> BenchReport:
+def _measured(ops: list[str], batches: list[int], quick: bool, steps: bool, seed: int) -> BenchReport:
     """Raises: RunnerUnavailable without a GPU, BenchError if nothing was asked for that exists."""
     from optimized.bench.case import Sizes
     from optimized.bench.catalogue import QUICK, chosen_cases
+    from optimized.bench.engine_steps import EngineSteps
     from optimized.bench.machine import obstacle
     from optimized.bench.measure import measure
+    from optimized.bench.records import BenchError
+    from parity.engine_check import first_difference
     from parity.report.terminal import progress_lines
     from parity.runners import RunnerUnavailable
     from reference.config import released
 
-    config = released().text
-    cases = chosen_cases(config, QUICK if quick else Sizes(), ops, batches)
+    config = released()
+    cases = chosen_cases(config.text, QUICK if quick else Sizes(), ops, batches)
     if found := obstacle():
         raise RunnerUnavailable(f"bench: cannot run here: {found}")
     command = shlex.join(["note-parity", *sys.argv[1:]])
     with progress_lines() as progress:
-        return measure(config, cases, command, seed, progress)
+        make_step = None
+        if steps:
+            progress("the engine against the reference")
+            difference = first_difference("cuda")
+            if difference:
+                raise BenchError(f"bench: no step is timed while the engine disagrees with the reference: {difference}")
+            make_step = EngineSteps(config, seed)
+        return measure(config.text, cases, command, seed, progress, make_step)

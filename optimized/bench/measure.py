@@ -12,20 +12,31 @@ from optimized.bench.ceilings import measure_ceilings
 from optimized.bench.machine import obstacle, this_machine
 from optimized.bench.records import BenchReport
 from optimized.bench.run import Progress, run_cases
+from optimized.bench.slices import STEP_SHAPES, MakeStep, StepShape, measure_steps
 from optimized.bench.timing import ColdTimer
 from optimized.errors import NotSupportedError
 from reference.config import TextConfig
 
 
 def measure(
-    config: TextConfig, cases: Sequence[Case], command: str, seed: int = 0, progress: Progress = lambda line: None
+    config: TextConfig,
+    cases: Sequence[Case],
+    command: str,
+    seed: int = 0,
+    progress: Progress = lambda line: None,
+    make_step: MakeStep | None = None,
+    shapes: Sequence[StepShape] = STEP_SHAPES,
 ) -> BenchReport:
-    """Run `cases` on this machine's GPU, bfloat16. Raises: NotSupportedError where there is none."""
+    """Run `cases`, and `shapes` through `make_step` if one is given, on this machine's GPU in bfloat16.
+
+    Raises: NotSupportedError where there is none.
+    """
     if found := obstacle():
         raise NotSupportedError(f"the benchmark needs a GPU: {found}")
     timer = ColdTimer()
     progress("ceilings")
     ceilings = measure_ceilings(timer, seed)
     rows = run_cases(cases, Inputs(config, torch.device("cuda"), seed), ceilings, timer, progress)
+    steps = measure_steps(make_step, config, ceilings, shapes, progress) if make_step else []
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    return BenchReport(this_machine(), ceilings, date, command, tuple(rows))
+    return BenchReport(this_machine(), ceilings, date, command, tuple(rows), tuple(steps))

@@ -1,0 +1,87 @@
+"""Steps of the engine on the four-layer slice with random weights, for `slices` to measure.
+
+Weights are drawn on the GPU with the spread of a trained model's (1 / sqrt of the rows they sum over), norms are ones.
+A decode step continues requests whose cached rows are drawn too; each call takes its token back, so that every call
+does the same work. A prefill step opens and frees its request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from optimized.bench.slices import StepShape, slice_config
+from optimized.device import Backend
+from optimized.engine import Engine, EngineOptions
+from optimized.weights import PackedText, empty_text, text_places
+from reference.config import NoteConfig
+from reference.session import StepItem
+
+PAGE_SIZE = 64
+
+
+class EngineSteps:
+    """`make_step(shape)` for `measure_steps`. The weights (38 GB at released geometry) are drawn once."""
+
+    def __init__(self, config: NoteConfig, seed: int = 0, device: str = "cuda", backend: Backend | None = None):
+        self._config = slice_config(config).text
+        self._device, self._backend = torch.device(device), backend
+        self._generator = torch.Generator(self._device).manual_seed(seed)
+        self._weights = self._drawn_weights()
+
+    def __call__(self, shape: StepShape) -> Callable[[], Any]:
+        tokens = shape.context + 1
+        requests = max(1, shape.batch)
+        options = EngineOptions(
+            pages=requests * (-(-tokens // PAGE_SIZE) + 1),
+            page_size=PAGE_SIZE,
+            requests=requests,
+            max_draft_tokens=0,
+        )
+        engine = Engine.from_packed(self._config, self._weights, torch.bfloat16, self._device, self._backend, options)
+        return self._decode(engine, shape) if shape.batch else self._prefill(engine, shape)
+
+    def _decode(self, engine: Engine, shape: StepShape) -> Callable[[], Any]:
+        for pool in (engine.pools.latents, engine.pools.index_keys, engine.pools.rings):
+            pool.normal_(generator=self._generator)
+        names = [f"request {number}" for number in range(shape.batch)]
+        for name in names:
+            engine.pools.open(name)
+            engine.pools.grow(name, shape.context)
+            engine.adopt(name, self._token_ids(shape.context))
+        items = [StepItem(name, tuple(self._token_ids(1)), "decode") for name in names]
+
+        def step() -> dict[str, Tensor]:
+            logits = engine.step(items, last_only=True)
+            for name in names:
+                engine.truncate(name, shape.context)
+            return logits
+
+        return step
+
+    def _prefill(self, engine: Engine, shape: StepShape) -> Callable[[], Any]:
+        items = [StepItem("prompt", tuple(self._token_ids(shape.context)), "prefill")]
+
+        def step() -> dict[str, Tensor]:
+            logits = engine.step(items, last_only=True)
+            engine.free("prompt")
+            return logits
+
+        return step
+
+    def _token_ids(self, count: int) -> list[int]:
+        vocabulary = self._config.vocab_size
+        return torch.randint(vocabulary, (count,), generator=self._generator, device=self._device).tolist()
+
+    def _drawn_weights(self) -> PackedText:
+        packed = empty_text(self._config, self._device, torch.bfloat16)
+        for place in text_places(packed).values():
+            for piece in place.pieces:
+                if piece.dim() == 1:
+                    piece.fill_(1.0)
+                else:
+                    piece.normal_(0.0, piece.shape[-1] ** -0.5, generator=self._generator)
+        return packed
