@@ -35,17 +35,21 @@ CONFIG = tiny()
 WEIGHTS = dict(synthetic_tensors(CONFIG))
 WORKLOAD = Workload.parse("p:a22+b9 d:a+b m:a3 v:a4 t:a2 p:a5+d:b m:b2 d:a+b", seed=3)
 # What WORKLOAD cannot show in bfloat16: an angle is exact enough below position 256, the rounding of a norm stays below
-# the limit in so few rows, no short row follows a longer one in its place, and no step verifies different numbers.
+# the limit in so few rows, no short row follows a longer one in its place, no step verifies different numbers, and
+# nothing is drafted behind drafts that were taken back.
 OTHER_WORKLOADS = {
     "rope_angle_bf16": Workload.parse("p:a270+b3 d:a"),
     "norm_in_bf16": Workload.parse("p:a120 d:a"),
     "topk_stale_tail": Workload.parse("p:a16 d:a p:b9 d:a+b"),
     "nonuniform_decode": Workload.parse("p:a12+b12 v:a4+b3 d:a+b"),
+    "mtp_cache_not_rolled_back": Workload.parse("p:a12 m:a3 v:a4 t:a2 d:a m:a3"),
 }
+# In bfloat16 it rounds where one public implementation rounds on purpose, so it must not be called different there.
+WITHIN_NOISE = {"softmax_bf16"}
 # Its tokens are chosen so that rounding changes no choice: a dump of logits, which shows no choice, can be judged.
 CLEAR = Golden.open("tiny").workload
 IS_EXPLORING = settings.get_current_profile_name() == "explore"
-VISIBLE = [fault for fault in CATALOGUE.values() if fault.visibility in "VLCM"]
+VISIBLE = [fault for fault in CATALOGUE.values() if fault.visibility in "VLCM" and fault.id not in WITHIN_NOISE]
 SAMPLE = [CATALOGUE[name] for name in ("window_512", "indexer_rope_neox", "bias_in_weights", "eh_concat_swapped")]
 Keep = Callable[[str], bool]
 
@@ -134,8 +138,12 @@ def test_layer_outputs_are_enough_for_a_coarse_fault() -> None:
     assert is_named(diagnosis, CATALOGUE["drop_kv_rescale"])
 
 
-@pytest.mark.parametrize(("fault_id", "what"), [("zero_centered_norm", "named"), ("full_theta_on_swa", "named")])
+@pytest.mark.parametrize(
+    ("fault_id", "what"),
+    [("zero_centered_norm", "named"), ("full_theta_on_swa", "among others"), ("topk_2047", "unknown")],
+)
 def test_logits_alone_are_reported_honestly(fault_id: str, what: str) -> None:
+    """Another theta fits logits as well as the planted one: both are offered. Little is left to judge behind flips."""
     diagnosis = diagnosed(dump([CATALOGUE[fault_id]], is_logits, CLEAR), CLEAR)
     assert (diagnosis.coverage, outcome(diagnosis, CATALOGUE[fault_id])) == ("logits only", what)
 
