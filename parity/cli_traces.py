@@ -134,6 +134,9 @@ def diagnose(
     html: HtmlFile = None,
 ) -> None:
     """Which known mistake explains the difference? Applies each to the reference and sees whether it vanishes."""
+    from dataclasses import replace
+
+    from parity.compare import compare as compared
     from parity.diagnose import diagnose as diagnosed
     from parity.faults.catalogue import CATALOGUE
     from parity.golden_file import Golden
@@ -159,6 +162,11 @@ def diagnose(
         diagnosis = diagnosed(
             reference, recorded.trace, golden.dtype, golden.workload, CATALOGUE.values(), progress=progress
         )
+    if (json or html) and diagnosis.before.is_different:
+        # What pictures set beside each other: how error arrives at a layer, and what the layer adds to it.
+        views = compared(reference, recorded.trace, golden.dtype, golden.workload)
+        before = replace(diagnosis.before, probes=(*diagnosis.before.probes, *views.probes))
+        diagnosis = replace(diagnosis, before=before)
     if recorded.statistics:
         notes = (*notes, f"{len(recorded.statistics)} tensors by sums and samples only: a diagnosis does not use them")
     report = report_of_diagnosis(

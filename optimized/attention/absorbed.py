@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from optimized.attention.combine import merge_parts_triton
-from optimized.kernels.common import check_tensor, dot, next_power_of_2, tile, tl, triton, widen
+from optimized.kernels.common import check_tensor, dot, next_power_of_2, round_to, tile, tl, triton, widen
 
 # T query tokens  H heads  C kv latent  R rope dim  L row [C | R]  K keys of a token  B requests  P pages of a request
 
@@ -103,7 +103,7 @@ def _weights_kernel(
         score_HK = tl.where(is_live[None, :], score_HK * scale_log2, float("-inf"))
         exponent_H = tl.ceil(tl.max(score_HK, axis=1))
         # Rounded before they are summed: the weights of a row, as they are used, then add up to one.
-        weight_HK = tl.exp2(score_HK - exponent_H[:, None]).to(weights.dtype.element_ty).to(tl.float32)
+        weight_HK = round_to(tl.exp2(score_HK - exponent_H[:, None]), weights).to(tl.float32)
     row = token * H + head
     tl.store(weights + row[:, None] * (tiles * BLOCK_K) + slot[None, :], weight_HK, mask=is_head[:, None])
     tl.store(exponents + row * tiles + tl.program_id(1), exponent_H, mask=is_head)
@@ -179,7 +179,9 @@ def _values_kernel(
     has_keys = total_H > 0.0
     out_HC = out_HC / tl.where(has_keys, total_H, 1.0)[:, None]
     out_row = part.to(tl.int64) * T * H + row
-    tl.store(out + out_row[:, None] * C + lane[None, :], out_HC, mask=is_head[:, None] & (lane < C)[None, :])
+    tl.store(
+        out + out_row[:, None] * C + lane[None, :], round_to(out_HC, out), mask=is_head[:, None] & (lane < C)[None, :]
+    )
     if IS_PART and tl.program_id(0) == 0:
         lse_H = tl.where(has_keys, exponent_H + tl.log2(tl.where(has_keys, total_H, 1.0)), float("-inf"))
         # From base 2 to the natural logarithm.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from optimized.errors import KernelInputError
-from optimized.kernels.common import check_tensor, next_power_of_2, tl, triton
+from optimized.kernels.common import check_tensor, next_power_of_2, round_to, tl, triton
 
 # P parts  T query tokens  H heads  C lanes of an output row
 
@@ -50,7 +50,7 @@ def _merge_parts_kernel(
     offsets = part * parts_part + token * parts_token + head * parts_head
     counts = (lse_P > float("-inf"))[:, None] & (lane < C)[None, :]
     part_PC = tl.load(parts + offsets[:, None] + lane[None, :], mask=counts, other=0.0).to(tl.float32)
-    tl.store(merged + row * C + lane, tl.sum(part_PC * weight_P[:, None], axis=0), mask=lane < C)
+    tl.store(merged + row * C + lane, round_to(tl.sum(part_PC * weight_P[:, None], axis=0), merged), mask=lane < C)
     if tl.program_id(1) == 0:
         tl.store(merged_lse + row, tl.where(has_keys, highest + tl.log(total), float("-inf")))
 

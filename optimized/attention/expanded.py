@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from optimized.attention.key_tiles import key_tiles, list_selected_tiles
-from optimized.kernels.common import check_tensor, dot, next_power_of_2, tile, tl, triton, widen
+from optimized.kernels.common import check_tensor, dot, next_power_of_2, round_to, tile, tl, triton, widen
 
 # T query tokens  S key tokens  H heads  N nope dim  R rope dim  V value dim  X = N + R  Y = N + V  B requests
 # W words of 32 selection bits
@@ -162,7 +162,11 @@ def _expanded_attention_kernel(
             highest_T = new_highest_T
         core_TV = core_TV / tl.where(total_T > 0.0, total_T, 1.0)[:, None]
         row = query.to(tl.int64) * H + head
-        tl.store(core + row[:, None] * V + lane_V[None, :], core_TV, mask=is_query[:, None] & (lane_V < V)[None, :])
+        tl.store(
+            core + row[:, None] * V + lane_V[None, :],
+            round_to(core_TV, core),
+            mask=is_query[:, None] & (lane_V < V)[None, :],
+        )
 
 
 def tiling(max_queries: int, dtype: torch.dtype) -> tuple[int, int, int, int]:

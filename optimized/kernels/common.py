@@ -39,6 +39,8 @@ else:
 
 # Triton decides at its own import whether kernels are interpreted on the CPU.
 IS_INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+# The interpreter also drops the low bits of a float32 that becomes a bfloat16, where compiled code rounds.
+TRUNCATES = tl.constexpr(IS_INTERPRETED) if HAS_TRITON else False
 
 
 @triton.jit
@@ -48,6 +50,19 @@ def dot(a, b, sums, WIDEN: tl.constexpr):
         return tl.dot(a.to(tl.float32), b.to(tl.float32), sums, input_precision="ieee")
     else:
         return tl.dot(a, b, sums)
+
+
+@triton.jit
+def round_to(x, pointer):
+    """float32 `x` in the dtype that is stored at `pointer`, to nearest even."""
+    if pointer.dtype.element_ty == tl.float32:
+        return x
+    elif TRUNCATES:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        return tl.where(x == x, bits.to(tl.float32, bitcast=True), x).to(pointer.dtype.element_ty)
+    else:
+        return x.to(pointer.dtype.element_ty)
 
 
 def widen(dtype: torch.dtype) -> bool:

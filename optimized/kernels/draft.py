@@ -10,8 +10,8 @@ caller's business. Source: text_model specification, sections 17.2 and 17.5.
 import torch
 from torch import Tensor
 
-from optimized.kernels.common import check_tensor, next_power_of_2, tl, triton
-from optimized.kernels.norm import normalized, rms_norm_torch, round_to, row_warps
+from optimized.kernels.common import check_tensor, next_power_of_2, round_to, tl, triton
+from optimized.kernels.norm import normalized, rms_norm_torch, row_warps
 
 # T tokens  W rows of the table  D model
 

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from optimized.errors import KernelInputError
-from optimized.kernels.common import check_tensor, dot, next_power_of_2, tile, tl, triton, widen
+from optimized.kernels.common import check_tensor, dot, next_power_of_2, round_to, tile, tl, triton, widen
 from optimized.kernels.router import add_product, sigmoid
 
 try:
@@ -411,7 +411,7 @@ def _swiglu_tile(
         up = _add(a, b, up, WIDEN)
     activated = gate * sigmoid(gate) * up
     out = act + rows.to(tl.int64)[:, None] * F + f[None, :]
-    tl.store(out, activated.to(act.dtype.element_ty), mask=in_tile[:, None] & (f < F)[None, :])
+    tl.store(out, round_to(activated, act), mask=in_tile[:, None] & (f < F)[None, :])
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -458,7 +458,7 @@ def _down_tile(
         sums = _add(a, b, sums, WIDEN)
     slot = tl.load(slot_of_row + rows, mask=in_tile, other=0)
     out_rows = out + slot.to(tl.int64)[:, None] * D + d[None, :]
-    tl.store(out_rows, sums.to(out.dtype.element_ty), mask=in_tile[:, None] & (d < D)[None, :])
+    tl.store(out_rows, round_to(sums, out), mask=in_tile[:, None] & (d < D)[None, :])
 
 
 @triton.jit
@@ -477,8 +477,8 @@ def _combine_kernel(
         routed += row * tl.load(weights + t * K + k)
     for k in tl.static_range(K, SLOTS):
         shared += tl.load(of_token + k * slot_stride, mask=d < D, other=0.0).to(tl.float32)
-    tl.store(output + t * D + d, (routed + shared).to(output.dtype.element_ty), mask=d < D)
+    tl.store(output + t * D + d, round_to(routed + shared, output), mask=d < D)
     if OBSERVE:
-        tl.store(routed_out + t * D + d, routed.to(output.dtype.element_ty), mask=d < D)
+        tl.store(routed_out + t * D + d, round_to(routed, output), mask=d < D)
         if SLOTS > K:
-            tl.store(shared_out + t * D + d, shared.to(output.dtype.element_ty), mask=d < D)
+            tl.store(shared_out + t * D + d, round_to(shared, output), mask=d < D)

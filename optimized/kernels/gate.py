@@ -17,8 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from optimized.kernels.common import check_tensor, dot, next_power_of_2, tile, tl, triton, widen
-from optimized.kernels.norm import round_to
+from optimized.kernels.common import check_tensor, dot, next_power_of_2, round_to, tile, tl, triton, widen
 
 # T tokens  H heads  C kv latent  V value dim
 

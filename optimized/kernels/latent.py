@@ -27,8 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from optimized.errors import KernelInputError
-from optimized.kernels.common import check_tensor, next_power_of_2, tile, tl, triton
-from optimized.kernels.norm import normalized, rms_norm_torch, round_to
+from optimized.kernels.common import check_tensor, next_power_of_2, round_to, tile, tl, triton
+from optimized.kernels.norm import normalized, rms_norm_torch
 from optimized.kernels.queries import angle_parts, rotate_torch, rotated
 
 # T tokens  Q query latent  C kv latent  R rope dim  H heads  I index heads  J index head dim  L = C + R

@@ -14,31 +14,15 @@ H200, bfloat16, D = 5120, inside a CUDA graph, memory cold: add_rms_norm 1.9 / 2
 import torch
 from torch import Tensor
 
-from optimized.kernels.common import HAS_TRITON, IS_INTERPRETED, check_tensor, next_power_of_2, tl, triton
+from optimized.kernels.common import check_tensor, next_power_of_2, round_to, tl, triton
 
 # T tokens  D width
-
-# Triton's interpreter drops the low bits of a float32 that becomes a bfloat16; compiled code rounds.
-TRUNCATES = tl.constexpr(IS_INTERPRETED) if HAS_TRITON else False
 
 
 @triton.jit
 def normalized(x, width, eps):
     """x / sqrt(mean(x²) + eps) of one row in float32, whose lanes past `width` are zero."""
     return x * tl.rsqrt(tl.sum(x * x) / width + eps)
-
-
-@triton.jit
-def round_to(x, pointer):
-    """float32 `x` in the dtype that is stored at `pointer`, to nearest even."""
-    if pointer.dtype.element_ty == tl.float32:
-        return x
-    elif TRUNCATES:
-        bits = x.to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
-        return tl.where(x == x, bits.to(tl.float32, bitcast=True), x).to(pointer.dtype.element_ty)
-    else:
-        return x.to(pointer.dtype.element_ty)
 
 
 @triton.jit

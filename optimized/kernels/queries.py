@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from optimized.errors import KernelInputError
-from optimized.kernels.common import check_tensor, dot, tile, tl, triton, widen
-from optimized.kernels.norm import round_to
+from optimized.kernels.common import check_tensor, dot, round_to, tile, tl, triton, widen
 
 # T tokens  H heads  N nope dim  R rope dim  X = N + R  C kv latent  L = C + R  I index heads  J index head dim
 # P = R/2 pairs

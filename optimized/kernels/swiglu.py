@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from optimized.errors import KernelInputError
-from optimized.kernels.common import check_tensor, tile, tl, triton
-from optimized.kernels.norm import round_to
+from optimized.kernels.common import check_tensor, round_to, tile, tl, triton
 
 # T tokens  F ffn width  X = 2F, [gate F | up F]
 

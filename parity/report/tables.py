@@ -75,12 +75,14 @@ def layer_levels_table(report: Report) -> Table:
 
 def layer_table(report: Report) -> Table:
     """Error behind each layer: as it arrives when both run freely, and what the layer alone adds."""
-    has_output = any(row.arrives or row.added for row in report.layers)
-    views = ("arrives\n(cascade)", "added\n(isolated)") if has_output else ()
+    shown = [view for view in ("arrives", "added") if any(getattr(row, view) for row in report.layers)]
+    titles = {"arrives": "arrives\n(cascade)", "added": "added\n(isolated)"}
+    views = tuple(titles[view] for view in shown)
     table = plain_table("by layer, relative errors", ("layer",), (*views, "outside\nnoise", "worst, error\nof limit"))
     table.add_column("worst tensor", no_wrap=True)
     for row in report.layers:
-        outputs = [number(output.error) if output else "-" for output in (row.arrives, row.added)] if has_output else []
+        found: list[Row | None] = [getattr(row, view) for view in shown]
+        outputs = [number(output.error) if output else "-" for output in found]
         outside = f"{row.different:,}" if row.different else "-"
         table.add_row(report.layer_title(row.layer), *outputs, outside, row.worst.amount, row.worst.tensor)
     return table
