@@ -305,7 +305,9 @@ class Engine:
                 ]
                 step = dataclasses.replace(step, token_ids_T=torch.stack(ids))
             see = _observer(step, "draft")
-            found.append(draft_step(number, self.text, hidden_BD[part_B], step, _last_rows(step), see))
+            # Stacked row by row: indexing by a list would wait for the device.
+            rows_BD = torch.stack([hidden_BD[row] for row in part_B])
+            found.append(draft_step(number, self.text, rows_BD, step, _last_rows(step), see))
         hidden, logits = (torch.cat(tensors) for tensors in zip(*found, strict=True))
         return hidden, logits, [order[row] for row in rows_B]
 

@@ -17,7 +17,7 @@ from optimized.bench.slices import StepShape, slice_config
 from optimized.device import Backend
 from optimized.engine import Engine, EngineOptions
 from optimized.weights import PackedText, empty_text, text_places
-from reference.config import NoteConfig
+from reference.config import NoteConfig, TextConfig
 from reference.session import StepItem
 
 PAGE_SIZE = 64
@@ -30,7 +30,7 @@ class EngineSteps:
         self._config = slice_config(config).text
         self._device, self._backend = torch.device(device), backend
         self._generator = torch.Generator(self._device).manual_seed(seed)
-        self._weights = self._drawn_weights()
+        self._weights = drawn_weights(self._config, self._device, seed)
 
     def __call__(self, shape: StepShape) -> Callable[[], Any]:
         tokens = shape.context + 1
@@ -76,12 +76,15 @@ class EngineSteps:
         vocabulary = self._config.vocab_size
         return torch.randint(vocabulary, (count,), generator=self._generator, device=self._device).tolist()
 
-    def _drawn_weights(self) -> PackedText:
-        packed = empty_text(self._config, self._device, torch.bfloat16)
-        for place in text_places(packed).values():
-            for piece in place.pieces:
-                if piece.dim() == 1:
-                    piece.fill_(1.0)
-                else:
-                    piece.normal_(0.0, piece.shape[-1] ** -0.5, generator=self._generator)
-        return packed
+
+def drawn_weights(config: TextConfig, device: torch.device | str, seed: int = 0) -> PackedText:
+    """Random bfloat16 weights: matrices with a spread of 1 / sqrt of their width, norms of ones, biases of zeros."""
+    generator = torch.Generator(device).manual_seed(seed)
+    packed = empty_text(config, device, torch.bfloat16)
+    for name, place in text_places(packed).items():
+        for piece in place.pieces:
+            if piece.dim() == 1:
+                piece.fill_(0.0 if name.endswith("bias") else 1.0)
+            else:
+                piece.normal_(0.0, piece.shape[-1] ** -0.5, generator=generator)
+    return packed
