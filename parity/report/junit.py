@@ -85,8 +85,8 @@ def _cases(records: list[Row | Partial | Choice]) -> dict[_CaseKey, _Case]:
     steps = {(view, step) for layer, view, step in cases if layer.isdigit() and step is not None}
     for layer, view in [group for group in order if group[0].isdigit()]:
         if (layer, view, None) not in cases:
-            for step in (step for other, step in steps if other == view):
-                cases.setdefault((layer, view, step), _Case())
+            for action in sorted(step for other, step in steps if other == view):
+                cases.setdefault((layer, view, action), _Case())
     groups = list(order)
     return dict(
         sorted(cases.items(), key=lambda pair: (groups.index(pair[0][:2]), -1 if pair[0][2] is None else pair[0][2]))

@@ -1,5 +1,6 @@
 """The commands on goldens and dumps, from a dump on disk to the verdict, the files and the exit code."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -40,10 +41,19 @@ def test_c74_one_command_finds_the_first_difference_and_writes_every_report(dump
     assert "note-parity diagnose" in result.output
 
 
-def test_the_fault_is_named_from_the_dump(dumps: Path) -> None:
-    result = CliRunner().invoke(app, ["diagnose", "tiny", str(dumps / "wrong")])
+def test_the_fault_is_named_from_the_dump_and_the_page_shows_both_errors_of_each_layer(
+    dumps: Path, tmp_path: Path
+) -> None:
+    pages = ["--html", str(tmp_path / "r.html"), "--json", str(tmp_path / "r.json")]
+    result = CliRunner().invoke(app, ["diagnose", "tiny", str(dumps / "wrong"), *pages])
     assert result.exit_code == EXIT_DISAGREES
     assert "swa_theta_on_full explains it" in result.output
+    records = [json.loads(line) for line in (tmp_path / "r.json").read_text().splitlines()]
+    layers = {record["layer"]: record for record in records if record["record"] == "layer"}
+    assert all(layers[str(layer)]["arrives"] > 0 and layers[str(layer)]["added"] > 0 for layer in range(6))
+    page = (tmp_path / "r.html").read_text()
+    for title in ("Error by layer", "Error by layer and step", "Distance in ulps", "Overlap of choices"):
+        assert f"<strong>{title}.</strong>" in page
 
 
 def test_a_dump_is_validated_by_itself(dumps: Path) -> None:
