@@ -11,7 +11,7 @@ from torch import Tensor
 from optimized.errors import NotSupportedError
 from optimized.observe import BatchObserver
 from optimized.step import DeviceStep
-from optimized.text import Rotation, Text
+from optimized.text import Text
 from reference.probe import is_observed, scope
 
 # T tokens  D model  W vocabulary  B requests
@@ -36,7 +36,7 @@ def draft_step(
         )
         fused_TD = see("fused", see("eh_input", eh_T2D) @ weights.eh_X2D.T)
         normed_TD = ops.rms_norm(fused_TD, weights.layer.input_norm_D, eps)
-        rotation = Rotation.of(step.positions_T, config, fused_TD)
+        rotation = text.rope.of(step.positions_T)
         stream_TD, delta_TD = text.layer(
             config.num_hidden_layers, weights.layer, fused_TD, normed_TD, step, rotation, see
         )

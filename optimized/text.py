@@ -7,8 +7,6 @@ Source: text_model specification, sections 1, 11 and 12.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from optimized.attention.front import LayerContext
@@ -18,7 +16,7 @@ from optimized.cache import CachePools
 from optimized.device import Ops
 from optimized.moe import moe
 from optimized.observe import BatchObserver
-from optimized.rope import cos_sin
+from optimized.rope import RopeTables, Rotation
 from optimized.step import DeviceStep
 from optimized.weights import LayerWeights, PackedText
 from reference.config import TextConfig
@@ -27,33 +25,18 @@ from reference.probe import is_observed, scope
 # T tokens  D model  W vocabulary
 
 
-@dataclass(frozen=True)
-class Rotation:
-    """cos and sin of a step's positions, for full and for sliding layers."""
-
-    full_TR: Tensor
-    sliding_TR: Tensor
-
-    @classmethod
-    def of(cls, positions_T: Tensor, config: TextConfig, like: Tensor) -> Rotation:
-        def table(theta: float, width: int) -> Tensor:
-            return cos_sin(positions_T, theta, width, like.dtype)
-
-        full, sliding = config.full, config.sliding
-        return cls(table(full.rope_theta, full.qk_rope_head_dim), table(sliding.rope_theta, sliding.qk_rope_head_dim))
-
-
 class Text:
     """All layers on one device: packed weights, pools, and the chosen ops."""
 
     def __init__(self, config: TextConfig, weights: PackedText, pools: CachePools, ops: Ops):
         self.config, self.weights, self.pools, self.ops = config, weights, pools, ops
+        self.rope = RopeTables(config, pools.device, pools.dtype)
 
     def hidden(self, step: DeviceStep, see: BatchObserver) -> Tensor:
         """The step's rows through all layers; returns the state after the final norm, [T, D]."""
         eps, weights = self.config.rms_norm_eps, self.weights
         hidden_TD = see("embeddings", weights.embeddings_WD[step.token_ids_T])
-        rotation = Rotation.of(step.positions_T, self.config, hidden_TD)
+        rotation = self.rope.of(step.positions_T)
         delta_TD: Tensor | None = None
         for index, layer in enumerate(weights.layers):
             if delta_TD is None:
