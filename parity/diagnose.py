@@ -193,21 +193,22 @@ class _Experiment:
         self._judge_closest_again()
 
     def try_pairs(self, faults: Sequence[Fault]) -> None:
-        """Together with each fault that explains a part, those that can show where something is left."""
+        """Together with each fault that explains a part, those that can show at the worst of what is left.
+
+        Not at the first: what is left a little above the noise may be noise that the first fault makes larger.
+        """
         partial = [h for h in self.sorted() if h.weight < self._weight_before]
         for hypothesis in partial[:PARTIAL]:
             own, found = self._faults[hypothesis.faults], self._found[hypothesis.faults]
             results: list[ProbeResult | ChoiceResult] = [*found.probes, *found.choices]
-            left = [result for result in results if result.name in hypothesis.blamed]
-            if any(result.verdict == "missing" for result in left):
+            left = [result for result in results if result.name in hypothesis.blamed and result.verdict != "missing"]
+            if not left:
                 continue
-            witness = self._witness_of(own, left)
-            patterns = {pattern_of(result.name) for result in left}
-            likely = [fault for fault in faults if patterns & set(fault.first)]
-            for fault in likely or faults:
-                self._run((*own, fault), witness)
-            if self.explanations():
-                return
+            worst = max(left, key=lambda result: result.excess)
+            witness = self._witness_of(own, [worst])
+            for fault in faults:
+                if pattern_of(worst.name) in fault.first:
+                    self._run((*own, fault), witness)
         self._judge_closest_again()
 
     def _witness_of(self, faults: tuple[Fault, ...], blamed: Sequence[ProbeResult | ChoiceResult]) -> _Witness:
