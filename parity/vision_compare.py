@@ -1,9 +1,10 @@
 """Compares the values of a vision tower with the reference, by the rules of the text model (`judge`, `tolerance`).
 
 Truth is the reference in float64; the floor of a row is the error of the reference in the candidate's dtype, pooled
-over draws of its rounding; the limit follows from the false-alarm rate and the number of rows. Each view has its own truth
-and floor, from the same inputs; the candidate's experts are replayed and judged by their margins. What the text model
-needs beyond that (steps, caches, choices that a dump hides) a tower has not: a call is one step from pixels to rows.
+over draws of its rounding; the limit follows from the false-alarm rate and the number of rows. Each view has its own
+truth and floor, from the same inputs; the candidate's experts are replayed and judged by their margins. What the text
+model needs beyond that (steps, caches, choices that a dump hides) a tower has not: a call is one step from pixels to
+rows.
 """
 
 from __future__ import annotations
@@ -46,6 +47,11 @@ class VisionComparison(Comparison):
     """`orders`: tensors that are different and would not be, were it not for the order of their rows."""
 
     orders: tuple[OtherOrder, ...] = ()
+
+    @property
+    def first(self) -> ProbeResult | ChoiceResult | None:
+        """The first place to blame: in dataflow order, in the most isolated view that shows a difference."""
+        return min(self.blamed, key=lambda result: vision_dataflow_key(result.name), default=None)
 
 
 def compare_vision(
