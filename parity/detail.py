@@ -21,6 +21,7 @@ from parity.schema import layer_of, pattern_of, spec_of
 from parity.tolerance import row_errors
 from parity.trace import Trace, row_blocks
 
+BLOCK_BYTES = 4 * 2**20
 # Upper ends of the classes of distances; what lies beyond the last one is its own class.
 ULP_CLASSES = (0, 1, 2, 4, 8, 16, 32, 64, 128)
 _ORDERED = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
@@ -110,7 +111,7 @@ def _by_step(expected: Trace, actual: Trace, name: str) -> list[StepError]:
     worst: dict[int, float] = {}
     for request in expected.requests(name):
         actions = actions_of(expected, name, request)
-        for left, right, keys in row_blocks(expected, actual, name, request):
+        for left, right, keys in row_blocks(expected, actual, name, request, BLOCK_BYTES):
             for key, error in zip(keys, row_errors(right, left).relative.tolist(), strict=True):
                 rows[actions[key]] += 1
                 worst[actions[key]] = max(error, worst.get(actions[key], 0.0))
@@ -120,7 +121,7 @@ def _by_step(expected: Trace, actual: Trace, name: str) -> list[StepError]:
 def _ulp_counts(expected: Trace, actual: Trace, name: str) -> Counter[int | None]:
     counts: Counter[int | None] = Counter()
     for request in expected.requests(name):
-        for left, right, _ in row_blocks(expected, actual, name, request):
+        for left, right, _ in row_blocks(expected, actual, name, request, BLOCK_BYTES):
             if right.dtype not in _ORDERED:
                 continue
             classes = torch.bucketize(ulp_distance(left, right), torch.tensor(ULP_CLASSES))
@@ -132,7 +133,7 @@ def _ulp_counts(expected: Trace, actual: Trace, name: str) -> Counter[int | None
 def _overlap(expected: Trace, actual: Trace, name: str) -> list[Overlap]:
     shares: list[float] = []
     for request in expected.requests(name):
-        for left, right, _ in row_blocks(expected, actual, name, request):
+        for left, right, _ in row_blocks(expected, actual, name, request, BLOCK_BYTES):
             for mine, theirs in zip(left.tolist(), right.tolist(), strict=True):
                 one, other = set(mine) - {-1}, set(theirs) - {-1}
                 shares.append(len(one & other) / max(1, len(one), len(other)) if one or other else 1.0)

@@ -33,6 +33,8 @@ FALSE_ALARM_RATE = 1e-6
 DRAWS = 8
 # In exact mode two implementations of the same logic differ by reassociation of float64 only.
 EXACT_LIMIT = 1e-10
+# As many elements of a pair are in float64 at a time.
+BLOCK_ELEMENTS = 2**20
 
 
 def noise_limit(spread: float, comparisons: int, false_alarm_rate: float = FALSE_ALARM_RATE) -> float:
@@ -68,18 +70,26 @@ class RowErrors:
 
 
 def row_errors(actual: Tensor, truth: Tensor) -> RowErrors:
-    """Compare [rows, …] tensors in float64."""
+    """Compare [rows, …] tensors in float64, a block of rows at a time."""
+    rows = max(1, BLOCK_ELEMENTS * len(truth) // max(1, truth.numel()))
+    blocks = [_compared(*block) for block in zip(actual.split(rows), truth.split(rows), strict=True)]
+    distances, largest, norms, spoilt, finite = (torch.cat(column) for column in zip(*blocks, strict=True))
+    typical = norms.square().mean().sqrt()
+    scale = torch.maximum(norms, 1e-3 * typical).clamp(min=torch.finfo(torch.float64).tiny)
+    relative = (distances / scale).masked_fill(spoilt, float("inf"))
+    elements = int(finite.max()) if len(finite) else 0
+    return RowErrors(relative, largest.masked_fill(spoilt, float("inf")), elements)
+
+
+def _compared(actual: Tensor, truth: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Of each row: norm of the difference, its largest, norm of the truth, whether other elements are not finite, and
+    how many are."""
     actual_RX, truth_RX = (tensor.to(torch.float64).flatten(1) for tensor in (actual, truth))
     finite = truth_RX.isfinite()
     same_kind = (finite == actual_RX.isfinite()) & (finite | (actual_RX == truth_RX) | (actual_RX != actual_RX))
     difference = torch.where(finite & same_kind, actual_RX - truth_RX, 0.0).abs()
     norms = torch.where(finite, truth_RX, 0.0).norm(dim=1)
-    typical = norms.square().mean().sqrt()
-    scale = torch.maximum(norms, 1e-3 * typical).clamp(min=torch.finfo(torch.float64).tiny)
-    spoilt = ~same_kind.all(dim=1)
-    relative = (difference.norm(dim=1) / scale).masked_fill(spoilt, float("inf"))
-    largest = difference.amax(dim=1).masked_fill(spoilt, float("inf"))
-    return RowErrors(relative, largest, int(finite.sum(dim=1).max()) if len(finite) else 0)
+    return difference.norm(dim=1), difference.amax(dim=1), norms, ~same_kind.all(dim=1), finite.sum(dim=1)
 
 
 @dataclass(frozen=True)
