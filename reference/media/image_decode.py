@@ -1,9 +1,9 @@
 """From an image file (or a decoded image) to 8-bit RGB; what implementations do differently is a named choice.
 
 Transparency
-    `white`      every mode that can carry it is laid over white: p' = (a p + (255 - a) 255) / 255, rounded. Default
+    `white`      every mode that can carry it is laid over white: p' = (a p + (255 - a) 255) / 255, rounded
+                 (transformers). Default
     `rgba_only`  RGBA is; grey with alpha and palettes lose their alpha and show the hidden colours (vLLM, SGLang)
-    `composite`  as `white`, blended by alpha compositing, up to one level apart (transformers)
 Orientation
     `ignore`     the pixels as stored (vLLM, SGLang, transformers). Default
     `exif`       turned upright as the file's EXIF tag says, as a viewer does
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 ImageSource: TypeAlias = "bytes | str | os.PathLike[str] | np.ndarray | PillowImage"
 
-# Not EPS and the like, which run other programs.
-FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "ICO")
+# Not EPS and the like, which run other programs. A JPEG of several pictures (MPO, from phones) is a JPEG.
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 WHITE = (255, 255, 255)
 
 
@@ -43,13 +43,13 @@ WHITE = (255, 255, 255)
 class DecodeRules:
     """See the module. `max_file_pixels`: what a file's header may announce; decoding takes about 8 bytes for each."""
 
-    transparency: Literal["white", "rgba_only", "composite"] = "white"
+    transparency: Literal["white", "rgba_only"] = "white"
     orientation: Literal["ignore", "exif"] = "ignore"
     max_file_pixels: int = 89_478_485
 
     def __post_init__(self) -> None:
         for name, allowed in (
-            ("transparency", ("white", "rgba_only", "composite")),
+            ("transparency", ("white", "rgba_only")),
             ("orientation", ("ignore", "exif")),
         ):
             if getattr(self, name) not in allowed:
@@ -123,7 +123,7 @@ def _to_rgb(image: Any, where: str, rules: DecodeRules) -> np.ndarray:
             image = upright(image)
         has_alpha = image.mode == "RGBA" if rules.transparency == "rgba_only" else image.has_transparency_data
         # A copy: Pillow's own buffer is read-only.
-        return np.array(over_white(image, rules) if has_alpha else image.convert("RGB"))
+        return np.array(over_white(image) if has_alpha else image.convert("RGB"))
     except Exception as error:  # as above: pixels are decoded here
         raise ImageError(f"{where}: damaged, or in a mode without conversion ({image.mode}): {error!r}") from error
 
@@ -135,13 +135,10 @@ def upright(image: Any) -> Any:
     return ImageOps.exif_transpose(image)
 
 
-def over_white(image: Any, rules: DecodeRules) -> Any:
+def over_white(image: Any) -> Any:
     """The RGB image of an image with transparency, over white."""
     Image = pillow_image()
     rgba = image.convert("RGBA")
-    if rules.transparency == "composite":
-        background = Image.new("RGBA", rgba.size, (*WHITE, 255))
-        return Image.alpha_composite(background, rgba).convert("RGB")
     background = Image.new("RGB", rgba.size, WHITE)
     background.paste(rgba, mask=rgba.getchannel("A"))
     return background
