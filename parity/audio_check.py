@@ -24,8 +24,9 @@ from parity.findings import View
 from parity.runners.reference_audio import ReferenceAudio
 from parity.runners.transformers_audio import TransformersAudio
 from parity.workload import Workload
-from reference.audio import load_audio_encoder, tiny_audio
+from reference.audio import tiny_audio
 from reference.checkpoint import write_synthetic
+from reference.checkpoint.load_audio import PREFIX, load_audio_encoder
 from reference.config import NoteConfig, tiny
 from reference.numerics import Numerics
 
@@ -58,7 +59,7 @@ def check_audio(
     """
     numerics = Numerics.preset("transformers")
     encoder = load_audio_encoder(folder, numerics, dtype=None)
-    weights = {f"audio_encoder.{name}": tensor for name, tensor in encoder.state_dict().items()}
+    weights = {PREFIX + name: tensor for name, tensor in encoder.state_dict().items()}
     config = NoteConfig.from_json(Path(folder) / "config.json")
     if workloads is None:
         workloads = (*boundary_clips(encoder.config), *drawn_clips(encoder.config, drawn, seed))

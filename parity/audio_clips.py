@@ -21,8 +21,9 @@ from torch import Tensor
 
 from reference.config import AudioConfig
 from reference.errors import NoteError
+from reference.media import sound
 from reference.media.mel import SAMPLES_PER_TOKEN
-from reference.media.sound import SAMPLING_RATE, resample, through_int16, to_mono
+from reference.media.sound import SAMPLING_RATE
 
 # S samples  C channels
 
@@ -69,10 +70,10 @@ class Clip:
 
     def waveform(self, rate: int = SAMPLING_RATE) -> Tensor:
         """What the encoder hears: one channel at `rate` Hz, float32 [S]."""
-        mono_S = to_mono(self.samples_SC)
+        mono_S = sound.to_mono(self.samples_SC)
         if self.is_from_video:
-            return through_int16(resample(mono_S, self.rate, rate, "swresample"))
-        return resample(mono_S, self.rate, rate)
+            return sound.through_int16(sound.resample(mono_S, self.rate, rate, "swresample"))
+        return sound.resample(mono_S, self.rate, rate)
 
 
 Steps = NDArray[np.int64]
@@ -84,9 +85,9 @@ def _tone(noise: Steps, rate: int) -> Steps:
 
 
 def _clicks(noise: Steps, rate: int) -> Steps:
-    """One sample at each end."""
+    """One sample at each end: the first at half, the last at full scale, where it decides the floor of silence."""
     steps = np.zeros_like(noise)
-    steps[0] = steps[-1] = 2**14
+    steps[0], steps[-1] = 2**14, 2**15 - 1
     return steps
 
 

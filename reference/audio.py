@@ -13,7 +13,6 @@ Source: audio specification, sections 5 to 11.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
@@ -22,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from reference.checkpoint import CheckpointFolder, load_into
 from reference.config import AudioConfig
 from reference.errors import ConfigError
 from reference.layers.attention import attend
@@ -54,7 +52,7 @@ class Chunk:
             return probe(name, value_LX)
 
     def positions(self, count: int, stage: int) -> Tensor:
-        return torch.arange(count) + self.index * (self.full_frames >> stage)
+        return torch.arange(count) + self.index * -(-self.full_frames >> stage)
 
 
 class SpeechAttention(nn.Module):
@@ -83,8 +81,8 @@ class SpeechAttention(nn.Module):
         self.scale = head_dim**-0.5
         self.each_op = numerics.attention_rounding == "each_op"
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        positions_T = torch.arange(len(x_TD), device=x_TD.device)
+    def forward(self, x_TD: Tensor, positions_T: Tensor) -> Tensor:
+        """`positions_T` count tokens from the start of the chunk."""
         query_THX = probe("query", self.rotate(self._heads(self.q_proj(x_TD)), positions_T))
         key_THX = probe("key", self.rotate(self._heads(self.k_proj(x_TD)), positions_T))
         value_THX = probe("value", self._heads(self.v_proj(x_TD)))
@@ -119,11 +117,11 @@ class SpeechLayer(nn.Module):
         self.fc2 = nn.Linear(config.encoder_ffn_dim, D)
         self._activated = _multiply_then_round if numerics.swiglu_rounding == "once" else _round_then_multiply
 
-    def forward(self, x_TD: Tensor) -> Tensor:
+    def forward(self, x_TD: Tensor, positions_T: Tensor) -> Tensor:
         x_TD = probe("input", x_TD)
         with scope("attn"):
             normed_TD = probe("input", self.self_attn_layer_norm(x_TD))
-            h_TD = x_TD + probe("output", self.self_attn(normed_TD))
+            h_TD = x_TD + probe("output", self.self_attn(normed_TD, positions_T))
         with scope("ffn"):
             normed_TD = probe("input", self.final_layer_norm(h_TD))
             activated_TF = probe("activated", self.activated(self.fc1(normed_TD)))
@@ -163,9 +161,10 @@ class SpeechEncoder(nn.Module):
         mel_ML = chunk.shown("mel", mel_ML.mT, stage=0).mT
         hidden_TD = chunk.shown("stem", self.stem(mel_ML.to(self.conv_out.weight.dtype), chunk), STRIDES)
         with rows(chunk.clip, chunk.positions(len(hidden_TD), STRIDES), "prefill"):
+            positions_T = torch.arange(len(hidden_TD), device=hidden_TD.device)
             for index, layer in enumerate(self.layers):
                 with scope(f"layers.{index}"):
-                    hidden_TD = layer(hidden_TD)
+                    hidden_TD = layer(hidden_TD, positions_T)
             return probe("final_norm", self.layer_norm(hidden_TD))
 
     def stem(self, mel_ML: Tensor, chunk: Chunk) -> Tensor:
@@ -249,32 +248,13 @@ class AudioEncoder(nn.Module):
             )
         frames = features.mel_NML.shape[2]
         for index, samples in enumerate(features.samples):
-            if not 0 < samples <= full or frames < token_count(samples) << STRIDES:
+            needed = min(token_count(samples) << STRIDES, full // HOP)
+            if not 0 < samples <= full or frames < needed:
                 raise SoundError(
                     f"{clip}: chunk {index} has {samples} samples and {frames} frames; it must have 1 to {full} "
-                    f"samples and at least {token_count(samples) << STRIDES} frames"
+                    f"samples and at least {needed} frames"
                 )
         return [Chunk(clip, index, samples, full // HOP) for index, samples in enumerate(features.samples)]
-
-
-def load_audio_encoder(
-    path: str | os.PathLike[str],
-    numerics: Numerics | None = None,
-    dtype: torch.dtype | None = torch.bfloat16,
-    device: str | torch.device = "cpu",
-    scan_non_finite: bool = False,
-) -> AudioEncoder:
-    """The audio tower of a checkpoint folder; text and vision are verified and left alone.
-
-    Raises: ConfigError, also for a checkpoint without `audio_config`; CheckpointError.
-    """
-    folder = CheckpointFolder.open(path, numerics, ("audio",))
-    if folder.config.audio is None:
-        raise ConfigError(f"{folder.path}: its config has no 'audio_config', so there is no audio tower to load")
-    with torch.device("meta"):
-        encoder = AudioEncoder(folder.config.audio, numerics)
-    load_into(encoder, folder, "audio_encoder.", dtype, device, scan_non_finite)
-    return encoder
 
 
 def tiny_audio() -> AudioConfig:

@@ -12,13 +12,12 @@ from parity.audio_clips import Clip
 from parity.exact import exact
 from parity.faults.fault import Fault, applied
 from reference.audio import AudioEncoder
+from reference.checkpoint.load_audio import PREFIX
 from reference.config import NoteConfig
 from reference.errors import ConfigError
-from reference.media.mel import features
+from reference.media import mel
 from reference.numerics import Numerics
 from reference.probe import listening
-
-_PREFIX = "audio_encoder."
 
 
 class ReferenceAudio:
@@ -50,7 +49,7 @@ class ReferenceAudio:
         if config.audio is None:
             raise ConfigError("the config has no audio tower (audio_config)")
         self.config = config.audio
-        own = {name.removeprefix(_PREFIX): tensor for name, tensor in weights.items() if name.startswith(_PREFIX)}
+        own = {name.removeprefix(PREFIX): tensor for name, tensor in weights.items() if name.startswith(PREFIX)}
         with self._context():
             encoder = AudioEncoder(self.config, numerics)
             encoder.load_state_dict(own)
@@ -63,7 +62,7 @@ class ReferenceAudio:
             # Outside of exact mode: float32 samples are what is given.
             waveform_S = clip.waveform(self.config.sampling_rate)
         with self._context(), listening(*self._listeners, first=True):
-            return self.encoder(features(waveform_S, self.config, wide), clip.name)
+            return self.encoder(mel.features(waveform_S, self.config, wide), clip.name)
 
     def _context(self) -> ExitStack:
         stack = ExitStack()

@@ -22,23 +22,22 @@ from parity.exact import LowerPrecisionOp, exact
 from parity.runners import NotSupportedHere
 from parity.runners.transformers import SUPPORTED_VERSION, _quiet, _require_transformers
 from reference.audio import Chunk
+from reference.checkpoint.load_audio import PREFIX
 from reference.config import AudioConfig, NoteConfig
-from reference.errors import CheckpointError, ConfigError
+from reference.errors import CheckpointError
 from reference.media.mel import HOP, STRIDES, token_count
 from reference.probe import is_observed
 
 # N chunks  L frames  M mel bins  C channels  P rows of frequencies  T tokens
 # H heads  X lanes of a head
 
-_PREFIX = "audio_encoder."
-
 
 class TransformersAudio:
     """transformers' audio tower. `dtype` is that of weights and activations; with `exact_mode` all runs in float64, and
     `lower_precision_ops` lists what did not.
 
-    Raises: RunnerUnavailable without transformers 5.24; ConfigError for a folder without an audio tower;
-    CheckpointError where its tensors are not found.
+    Raises: RunnerUnavailable without transformers 5.24; CheckpointError for a folder without an audio tower,
+    or where its tensors are not found.
     """
 
     name = f"transformers {SUPPORTED_VERSION}"
@@ -86,7 +85,7 @@ class TransformersAudio:
 def _audio_config(folder: Path) -> AudioConfig:
     audio = NoteConfig.from_json(folder / "config.json").audio
     if audio is None:
-        raise ConfigError(f"{folder}: its config has no 'audio_config', so there is no audio tower to check")
+        raise CheckpointError(f"{folder}: has no audio tower: its config.json lacks audio_config")
     return audio
 
 
@@ -109,7 +108,7 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
                 folder,
                 config=read,
                 dtype=dtype,
-                key_mapping={rf"^{_PREFIX}": ""},
+                key_mapping={rf"^{PREFIX}": ""},
                 attn_implementation="eager",
                 local_files_only=True,
                 output_loading_info=True,
