@@ -3,6 +3,8 @@
 import functools
 import io
 from fractions import Fraction
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import av
 import numpy as np
@@ -49,9 +51,9 @@ def movie(
 
     The header comes first, so that a cut file still opens.
     """
-    buffer = io.BytesIO()
     options = {"movflags": "faststart"} if kind == "mp4" else {}
-    with av.open(buffer, "w", format=kind, options=options) as container:
+    # A file of its own: to put the header first, it is read once more.
+    with TemporaryDirectory() as folder, av.open(f"{folder}/film", "w", format=kind, options=options) as container:
         video = container.add_stream("mpeg4", rate=fps)
         video.height, video.width = size
         video.pix_fmt = "yuv420p"
@@ -70,7 +72,8 @@ def movie(
                 frame.rate, frame.pts, frame.time_base = sound_rate, first, Fraction(1, sound_rate)
                 container.mux(sound.encode(frame))
             container.mux(sound.encode())
-    return buffer.getvalue()
+        container.close()
+        return Path(folder, "film").read_bytes()
 
 
 def smooth(height: int, width: int, seed: int = 0) -> np.ndarray:

@@ -59,9 +59,9 @@ def read_facts(source: VideoSource, limits: DecodeLimits | None = None) -> Video
     limits = limits or DecodeLimits()
     with _opened(source) as container:
         stream = container.streams.best("video")
-        if stream is None:
-            raise VideoError(f"{_name(source)}: has no video stream")
-        context = stream.codec_context
+        context = stream and stream.codec_context
+        if context is None:
+            raise VideoError(f"{_name(source)}: has no video stream that can be decoded")
         if context.height * context.width > limits.frame_pixels:
             raise VideoError(
                 f"{_name(source)}: frames of {context.height} x {context.width} (h x w); "
