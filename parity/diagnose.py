@@ -193,9 +193,10 @@ class _Experiment:
         self._judge_closest_again()
 
     def try_pairs(self, faults: Sequence[Fault]) -> None:
-        """Together with each fault that explains a part, those that can show at the worst of what is left.
+        """Together with each fault that explains a part, those that can show where something is left.
 
-        Not at the first: what is left a little above the noise may be noise that the first fault makes larger.
+        The worst of that is the witness, not the first: what is left a little above the noise may be noise that the
+        first fault makes larger.
         """
         partial = [h for h in self.sorted() if h.weight < self._weight_before]
         for hypothesis in partial[:PARTIAL]:
@@ -204,10 +205,10 @@ class _Experiment:
             left = [result for result in results if result.name in hypothesis.blamed and result.verdict != "missing"]
             if not left:
                 continue
-            worst = max(left, key=lambda result: result.excess)
-            witness = self._witness_of(own, [worst])
+            witness = self._witness_of(own, [max(left, key=lambda result: result.excess)])
+            patterns = {pattern_of(result.name) for result in left}
             for fault in faults:
-                if pattern_of(worst.name) in fault.first:
+                if patterns & set(fault.first):
                     self._run((*own, fault), witness)
         self._judge_closest_again()
 
