@@ -17,12 +17,13 @@ import traceback
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
 
 from parity import DISTRIBUTION
+from parity.cli_bench import bench
 from parity.cli_traces import compare, diagnose, drift, golden, validate
 from parity.errors import ParityError
 from parity.exit_codes import EXIT_AGREES, EXIT_COULD_NOT_RUN, EXIT_DISAGREES, EXIT_UNUSABLE
@@ -147,6 +148,13 @@ def check(
         Path | None,
         typer.Argument(metavar="[CHECKPOINT]", help="A checkpoint folder; without one, a tiny synthetic one."),
     ] = None,
+    candidate: Annotated[
+        Literal["transformers", "optimized"], typer.Option(help="What is compared with the reference.")
+    ] = "transformers",
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where the optimized implementation runs.")] = "cpu",
+    backend: Annotated[
+        Literal["torch", "triton"] | None, typer.Option(help="What its ops take; by itself, see `note-parity doctor`.")
+    ] = None,
     level: Annotated[
         list[str] | None, typer.Option(help="exact, float32 or bfloat16; may be repeated. [all three]")
     ] = None,
@@ -161,12 +169,13 @@ def check(
     markdown: MarkdownFile = None,
     html: HtmlFile = None,
 ) -> None:
-    """Does the reference agree with transformers on the same checkpoint?
+    """Does an implementation agree with the reference on the same checkpoint: transformers, or the optimized one?
 
     Runs prefill, chunks, decode, drafts and their rollback at three levels: exact (all rounding promoted to float64),
     float32 and bfloat16, the latter two within a noise floor measured for the same inputs.
     """
     from parity.check import LEVELS
+    from parity.engine_check import check_folder
     from parity.oracle_check import check_against_transformers, synthetic_checkpoint
     from parity.report.check_text import print_check_report
     from parity.report.from_findings import layer_kinds, report_of_check
@@ -179,14 +188,42 @@ def check(
         raise WorkloadError(f"--level must be one of {', '.join(LEVELS)}, found {', '.join(level or [])}")
     workloads = [Workload.parse(workload, seed)] if workload else None
     with synthetic_checkpoint(seed) if folder is None else nullcontext(folder) as where, progress_lines() as progress:
-        found, config = check_against_transformers(where, workloads, levels, drawn, seed, progress)
-    command = f"note-parity check {folder}" if folder else "note-parity check"
+        if candidate == "optimized":
+            found, config = check_folder(where, workloads, levels, drawn, seed, device, backend, progress)
+        else:
+            found, config = check_against_transformers(where, workloads, levels, drawn, seed, progress)
+    command = " ".join(
+        ["note-parity check", *([str(folder)] if folder else []), *_candidate_options(candidate, device, backend)]
+    )
     report = report_of_check(found, layer_kinds(config.text), command)
     write_reports(report, json, junit, markdown, html)
     print_check_report(report, terminal(), verbose)
     if not found.compared:
         raise typer.Exit(EXIT_UNUSABLE)
     raise typer.Exit(EXIT_DISAGREES if found.first_different else EXIT_AGREES)
+
+
+def _candidate_options(candidate: str, device: str, backend: str | None) -> list[str]:
+    if candidate == "transformers":
+        return []
+    return ["--candidate", candidate, "--device", device, *(["--backend", backend] if backend else [])]
+
+
+@app.command()
+def doctor(json: JsonOption = False) -> None:
+    """What runs here and what does not: versions, the GPU, the backend of every op and why, optional packages.
+
+    Each optional kernel that is found is called once on a small case and compared.
+    """
+    from parity.doctor import examine
+    from parity.report.doctor_text import print_examination
+    from parity.report.terminal import print_json, terminal
+
+    found = examine()
+    if json:
+        print_json(found)
+    else:
+        print_examination(found, terminal())
 
 
 @app.command()
@@ -213,7 +250,7 @@ def faults(
         print_catalogue(terminal())
 
 
-for command in (golden, validate, compare, diagnose, drift):
+for command in (golden, validate, compare, diagnose, drift, bench):
     app.command()(command)
 
 

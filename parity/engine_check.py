@@ -8,6 +8,7 @@ bfloat16    Limit: the measured floor.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,10 +20,11 @@ from parity.check import LEVELS, CheckReport, Level, check
 from parity.judge import Reference
 from parity.runners.optimized import OptimizedRunner
 from parity.runners.reference import ReferenceRunner
-from parity.sweep import boundary_workloads
+from parity.sweep import boundary_workloads, drawn_workloads
 from parity.workload import Workload
-from reference.checkpoint import synthetic_tensors
+from reference.checkpoint import CheckpointFolder, load_text_model, synthetic_tensors
 from reference.config import NoteConfig, tiny
+from reference.numerics import Numerics
 
 # Small pages, poison wherever nothing was written, and limits that leave room for every workload of the sweep.
 OPTIONS = EngineOptions(
@@ -51,6 +53,29 @@ def check_optimized(
         return OptimizedRunner(config, weights, getattr(torch, level), device, backend, options)
 
     return check(reference, candidate, workloads or boundary_workloads(config.text), levels, progress)
+
+
+def check_folder(
+    folder: str | Path,
+    workloads: Sequence[Workload] | None = None,
+    levels: Sequence[Level] = LEVELS,
+    drawn: int = 0,
+    seed: int = 0,
+    device: str = "cpu",
+    backend: Backend | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> tuple[CheckReport, NoteConfig]:
+    """The same on a checkpoint folder, with `drawn` random workloads beside the boundary ones.
+
+    Raises: CheckpointError, ConfigError for the folder; RunnerUnavailable as `check_optimized`.
+    """
+    opened = CheckpointFolder.open(folder, Numerics(), ("language", "mtp"))
+    weights = load_text_model(folder, Numerics(), dtype=None).state_dict()
+    text = opened.config.text
+    if workloads is None:
+        workloads = (*boundary_workloads(text), *drawn_workloads(text, drawn, seed))
+    report = check_optimized(opened.config, weights, workloads, levels, device, backend, progress=progress)
+    return report, opened.config
 
 
 def first_difference(device: str) -> str | None:
