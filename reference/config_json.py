@@ -33,7 +33,7 @@ def _load_object(source: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[
             values = json.load(file)
     except OSError as error:
         raise ConfigError(f"{source}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{source}: is not valid JSON: {error}") from error
     if not isinstance(values, Mapping):
         raise ConfigError(f"{source}: must hold a JSON object, found {type(values).__name__}")

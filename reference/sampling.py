@@ -1,0 +1,88 @@
+"""Which token follows: the best one, or one drawn with noise that depends on nothing but seed, position and token id.
+
+greedy     argmax of the logits; equal logits go to the lower id
+sampled    argmax over the nucleus of  logit / temperature + Gumbel noise(seed, position, id)
+
+The largest of logits with Gumbel noise is distributed as softmax(logits / temperature). The noise is a hash of three
+integers, so a draw is the same alone, in a batch, on any device, with drafts or without: given the logits, the token at
+a position is a fixed function. The nucleus is the smallest set of most probable tokens whose probabilities add up to
+`top_p`, the most probable one always included; equal probabilities go to the lower id. Source: design, "Determinism
+across machines".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from reference.errors import ConfigError
+
+# T rows  W vocabulary
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """`temperature` 0 is greedy. Raises: ConfigError for a temperature below 0, or top_p outside (0, 1]."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.temperature >= 0.0:
+            raise ConfigError(f"sampling: temperature must be at least 0, found {self.temperature}")
+        if not 0.0 < self.top_p <= 1.0:
+            raise ConfigError(f"sampling: top_p must be above 0 and at most 1, found {self.top_p}")
+
+
+GREEDY = Sampling()
+
+
+def choose(logits_TW: Tensor, positions: Sequence[int], sampling: Sampling = GREEDY) -> list[int]:
+    """The token of each row; row t is for the token at absolute position `positions[t]`. Computed in float64."""
+    if sampling.temperature == 0.0:
+        return logits_TW.argmax(dim=-1).tolist()
+    scaled_TW = logits_TW.to(torch.float64) / sampling.temperature
+    if sampling.top_p < 1.0:
+        scaled_TW = scaled_TW.masked_fill(~nucleus(scaled_TW.softmax(-1), sampling.top_p), float("-inf"))
+    positions_T = torch.tensor(positions, dtype=torch.int64, device=logits_TW.device)
+    return (scaled_TW + gumbel(sampling.seed, positions_T, logits_TW.shape[1])).argmax(dim=-1).tolist()
+
+
+def nucleus(probabilities_TW: Tensor, top_p: float) -> Tensor:
+    """bool [T, W]: a token is in while those before it, by descending probability, add up to less than `top_p`."""
+    sorted_TW, ids_TW = probabilities_TW.sort(dim=-1, descending=True, stable=True)
+    before_TW = sorted_TW.cumsum(-1) - sorted_TW
+    is_in_TW = before_TW < top_p
+    is_in_TW[:, 0] = True
+    return torch.zeros_like(is_in_TW).scatter(-1, ids_TW, is_in_TW)
+
+
+def gumbel(seed: int, positions_T: Tensor, vocabulary: int) -> Tensor:
+    """-log(-log u), float64 [T, W], from a uniform u of 53 bits for each (seed, position, id)."""
+    ids_W = torch.arange(vocabulary, dtype=torch.int64, device=positions_T.device)
+    key = _mixed(torch.tensor(_signed(seed), device=positions_T.device))
+    bits_TW = _mixed(_mixed(positions_T ^ key)[:, None] ^ ids_W)
+    uniform_TW = (_shifted(bits_TW, 11).to(torch.float64) + 0.5) * 2.0**-53
+    return -torch.log(-torch.log(uniform_TW))
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """A bijection of 64-bit integers that spreads every bit over all (Stafford's variant 13 of a finalizer)."""
+    x = x + _signed(0x9E3779B97F4A7C15)
+    x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, count: int) -> Tensor:
+    """Logical shift to the right: torch's keeps the sign."""
+    return (x >> count) & ((1 << (64 - count)) - 1)
+
+
+def _signed(value: int) -> int:
+    """The 64-bit pattern of `value` as a signed integer."""
+    return (value & (2**64 - 1)) - (2**64 if value & 2**63 else 0)
