@@ -1,4 +1,13 @@
-"""Dots3 NOTE as production code. Nothing here yet."""
+"""Dots3 NOTE as production code: the text model and its draft layer over ragged batches of many requests.
+
+Read in this order:
+
+device     which backend each op takes, and why         kernels/, attention/   the ops, each beside its torch twin
+weights    the state dict in packed storage             cache                  pages, rings, who owns what
+planning   a ragged step from lengths alone             step                   its metadata, and the one upload
+text, mtp  the layers over one step                     engine, greedy         many requests, drafts, generation
+bench/     every op and whole steps beside floors and peers
+"""
 
 import reference
 

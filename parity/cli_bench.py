@@ -28,6 +28,7 @@ def bench(
         typer.Option(min=1, metavar="TOKENS", help="Only rows with so many tokens; may be repeated. [all]"),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few sizes: 1 and 64 requests, 4k tokens.")] = False,
+    only_steps: Annotated[bool, typer.Option("--no-ops", help="Whole steps only.")] = False,
     steps: Annotated[bool, typer.Option(help="Also whole steps of a four-layer slice: 40 GB of weights.")] = True,
     seed: Annotated[int, typer.Option(help="Seed of weights and inputs.")] = 0,
     earlier: Annotated[
@@ -45,7 +46,7 @@ def bench(
     from optimized.bench.json_file import read_json, write_json, write_text
     from optimized.bench.tables import report_lines, verdict_line
 
-    report = read_json(earlier) if earlier else _measured(ops or [], batch or [], quick, steps, seed)
+    report = read_json(earlier) if earlier else _measured(ops or [], batch or [], quick, only_steps, steps, seed)
     lines = [verdict_line(report), *report_lines(report)]
     if json:
         write_json(json, report)
@@ -61,7 +62,7 @@ def bench(
     raise typer.Exit(EXIT_DISAGREES if report.red else EXIT_AGREES)
 
 
-def _measured(ops: list[str], batches: list[int], quick: bool, steps: bool, seed: int) -> BenchReport:
+def _measured(ops: list[str], batches: list[int], quick: bool, only_steps: bool, steps: bool, seed: int) -> BenchReport:
     """Raises: RunnerUnavailable without a GPU, BenchError if nothing was asked for that exists."""
     from optimized.bench.case import Sizes
     from optimized.bench.catalogue import QUICK, chosen_cases
@@ -75,7 +76,7 @@ def _measured(ops: list[str], batches: list[int], quick: bool, steps: bool, seed
     from reference.config import released
 
     config = released()
-    cases = chosen_cases(config.text, QUICK if quick else Sizes(), ops, batches)
+    cases = [] if only_steps else chosen_cases(config.text, QUICK if quick else Sizes(), ops, batches)
     if found := obstacle():
         raise RunnerUnavailable(f"bench: cannot run here: {found}")
     command = shlex.join(["note-parity", *sys.argv[1:]])
