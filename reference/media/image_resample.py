@@ -78,13 +78,15 @@ class Resampler:
 
     def _along_rows(self, image_HWC: np.ndarray, width: int) -> np.ndarray:
         weights_OI = self.weights(image_HWC.shape[1], width)
+        if self.is_fixed_point:
+            scaled_OI = weights_OI * (1 << FIXED_POINT_BITS)
+            weights_OI = np.trunc(scaled_OI + np.copysign(0.5, scaled_OI))
+        # Integer products below 2^31 add up exactly in float64.
+        sums_HCO = image_HWC.transpose(0, 2, 1).astype(np.float64) @ weights_OI.T
+        sums_HOC = sums_HCO.transpose(0, 2, 1)
         if not self.is_fixed_point:
-            return np.einsum("oi,hic->hoc", weights_OI, image_HWC.astype(np.float64))
-        scaled_OI = weights_OI * (1 << FIXED_POINT_BITS)
-        fixed_OI = np.trunc(scaled_OI + np.copysign(0.5, scaled_OI)).astype(np.int64)
-        half = 1 << (FIXED_POINT_BITS - 1)
-        sums_HOC = np.einsum("oi,hic->hoc", fixed_OI, image_HWC.astype(np.int64)) + half
-        return _to_8_bits(sums_HOC >> FIXED_POINT_BITS)
+            return sums_HOC
+        return _to_8_bits(np.floor((sums_HOC + (1 << (FIXED_POINT_BITS - 1))) / (1 << FIXED_POINT_BITS)))
 
 
 def _to_8_bits(image_HWC: np.ndarray) -> np.ndarray:
