@@ -82,8 +82,7 @@ class Resampler:
             scaled_OI = weights_OI * (1 << FIXED_POINT_BITS)
             weights_OI = np.trunc(scaled_OI + np.copysign(0.5, scaled_OI))
         # Integer products below 2^31 add up exactly in float64.
-        sums_HCO = image_HWC.transpose(0, 2, 1).astype(np.float64) @ weights_OI.T
-        sums_HOC = sums_HCO.transpose(0, 2, 1)
+        sums_HOC = np.tensordot(image_HWC.astype(np.float64), weights_OI, axes=(1, 1)).transpose(0, 2, 1)
         if not self.is_fixed_point:
             return sums_HOC
         return _to_8_bits(np.floor((sums_HOC + (1 << (FIXED_POINT_BITS - 1))) / (1 << FIXED_POINT_BITS)))
