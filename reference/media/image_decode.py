@@ -41,7 +41,7 @@ WHITE = (255, 255, 255)
 
 @dataclass(frozen=True)
 class DecodeRules:
-    """See the module. `max_file_pixels`: what a file's header may announce; decoding takes about 8 bytes for each."""
+    """See the module. `max_file_pixels`: what a header may announce; each takes up to about 14 bytes of memory."""
 
     transparency: Literal["white", "rgba_only"] = "white"
     orientation: Literal["ignore", "exif"] = "ignore"

@@ -3,6 +3,7 @@
 import io
 import json
 import struct
+import sys
 import zlib
 
 import numpy as np
@@ -15,7 +16,7 @@ from PIL import Image
 
 from reference.config import released
 from reference.errors import ConfigError
-from reference.media.errors import ImageError
+from reference.media.errors import ImageError, MissingPackageError
 from reference.media.image import (
     check_placeholders,
     image_of_rows,
@@ -427,6 +428,12 @@ def test_a_phone_picture_with_several_frames_is_its_first():
     first, second = (Image.fromarray(np.full((16, 16, 3), value, dtype=np.uint8)) for value in (10, 200))
     data = encoded(first, "MPO", save_all=True, append_images=[second])
     assert (decode_image(data) == 10).all()
+
+
+def test_without_pillow_the_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(MissingPackageError, match="Pillow is needed"):
+        decode_image(noise(8, 8))
 
 
 def test_unknown_rules_are_refused():

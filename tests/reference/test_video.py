@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import math
 import random
+import sys
 from itertools import pairwise
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from media_files import movie, smooth
 
 from reference.media import video_sound
-from reference.media.errors import ImageError, VideoError
+from reference.media.errors import ImageError, MissingPackageError, VideoError
 from reference.media.image import preprocess_image, resize
 from reference.media.image_config import ImageRequest
 from reference.media.video import jpeg_round_trip, prepare_frames, prepare_video
@@ -459,6 +460,15 @@ def test_a_file_of_sound_alone_is_refused():
         file.writeframes(bytes(3200))
     with pytest.raises(VideoError, match="not a readable video"):
         prepare_video(buffer.getvalue())
+
+
+def test_a_plan_needs_no_decoder_and_a_file_names_it(monkeypatch):
+    film = movie(frames=20)
+    monkeypatch.setitem(sys.modules, "av", None)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    assert plan_video(CLIP).describe()
+    with pytest.raises(MissingPackageError, match="PyAV is needed"):
+        prepare_video(film)
 
 
 def test_limits_of_decoding():
