@@ -84,7 +84,7 @@ def write_tokenizer(path: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator(["You are a helpful assistant. <no_think> < Hi Hi think user"] * 3, trainer)
+    tokenizer.train_from_iterator(["You are a helpful assistant. <no_think> < Hi Hi\n\n think user\n\n"] * 3, trainer)
     tokenizer.add_tokens([AddedToken(text, special="think" not in text, normalized=False) for text in ADDED])
     tokenizer.save(str(path))
 

@@ -161,6 +161,23 @@ def test_special_tokens_in_texts_are_text(
         assert as_tokens == whole(text_of([user(text)]))
 
 
+def test_text_and_markup_that_touch_are_encoded_together(
+    tokenizer: ChatTokenizer, whole: Callable[[str], list[int]]
+) -> None:
+    """A space that ends a question and the "<" after it are one token; so are two line breaks where a result begins."""
+    for first, second in (("Hi ", "<no_think>"), ("response>\n", "\n\n")):
+        apart = tokenizer.encode_plain(first) + tokenizer.encode_plain(second)
+        assert tokenizer.encode_plain(first + second) != apart
+    messages = [user("Hi "), {"role": "tool", "content": "\n\n"}]
+    prompt = build_prompt(messages, tokenizer, PromptOptions(thinking=False))
+    assert list(prompt.ids) == whole(prompt.text)
+
+
+def test_of_two_tokens_at_one_place_the_longer_is_taken(tokenizer: ChatTokenizer) -> None:
+    nested = ChatTokenizer(tokenizer._plain, {"<a>": 1, "<a>b": 2}, "nested.json")
+    assert nested.split("x<a>by<a>") == ["x", 2, "y", 1, ""]
+
+
 def test_bos_is_added_on_demand(tokenizer: ChatTokenizer) -> None:
     without = ids_of(tokenizer, [user()])
     assert ids_of(tokenizer, [user()], add_bos=True) == [tokenizer.id_of("<|endoftext|>"), *without]

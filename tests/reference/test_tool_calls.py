@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tool_cases import CANONICAL, CASES, RAW
-from tool_texts import OPEN, TOOLS, I, P, W
+from tool_texts import CLOSE, OPEN, TOOLS, I, P, W
 
 from reference.prompt_render import call_markup
 from reference.tool_calls import ToolCallOptions, parse_output, vllm_content
@@ -145,6 +145,21 @@ def test_what_is_malformed_is_named(text: str, kind: str) -> None:
     assert parse_output(text, TOOLS).notices[0].kind == kind
 
 
+def test_parameters_count_only_where_there_are_no_arguments() -> None:
+    text = W('{"name": "open", "arguments": null, "parameters": {"id": 1}}')
+    assert parse_output(text, TOOLS).calls[0].arguments == {}
+
+
+def test_every_tag_is_case_sensitive() -> None:
+    call = I("search", P("query", "x"))
+    for written in ("invoke name", "parameter name", "</parameter>", "</invoke>"):
+        text = W(I("ping") + call.replace(written, written.upper().replace("NAME", "name")))
+        assert [c.arguments for c in parse_output(text, TOOLS).calls if c.name == "search" and c.arguments] == []
+    for tag in (OPEN, CLOSE):
+        text = W(call).replace(tag, tag.upper())
+        assert parse_output(text, TOOLS).content == text
+
+
 def test_a_well_formed_output_has_no_notice() -> None:
     assert parse_output(f"a{CANONICAL}b{W(I('mk', P('b', 'false') + P('s', '<invoke name=x>')))}", TOOLS).notices == ()
 
@@ -247,6 +262,12 @@ def test_nested_json_is_read_to_a_stated_depth(opening: str, depth: int) -> None
     assert isinstance(value, list | dict) if depth <= MAX_JSON_DEPTH else value == text
     whole = parse_output(W(f'{{"name": "ping", "arguments": {{"k": {text}}}}}'), TOOLS)
     assert len(whole.calls) == (depth + 2 <= MAX_JSON_DEPTH)
+
+
+def test_depth_is_not_the_number_of_brackets() -> None:
+    wide = json.dumps([[[]] * MAX_JSON_DEPTH, json.loads("[" * (MAX_JSON_DEPTH - 1) + "]" * (MAX_JSON_DEPTH - 1))])
+    assert isinstance(parse_output(W(I("mk", P("o", wide))), TOOLS).calls[0].arguments["o"], list)
+    assert parse_output(W(I("mk", P("o", f"[{wide}]"))), TOOLS).calls[0].arguments == {"o": f"[{wide}]"}
 
 
 def test_brackets_inside_of_strings_are_no_depth() -> None:
