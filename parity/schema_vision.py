@@ -89,8 +89,8 @@ def vision_decided_by(name: str) -> str | None:
 
 @cache
 def vision_dataflow_key(name: str) -> tuple[int, int, int, str]:
-    """Sort key: patches, block after block, merger; within each in dataflow order."""
+    """Sort key: patches, block after block, merger; within each in dataflow order. All before audio and text."""
     rank, block = _RANK.get(vision_pattern_of(name), len(VISION_PROBES)), vision_block_of(name)
     if block is not None:
-        return 1, block, rank, name
-    return (0 if rank < _RANK[f"{_BLOCK}input"] else 2), 0, rank, name
+        return -5, block, rank, name
+    return (-6 if rank < _RANK[f"{_BLOCK}input"] else -4), 0, rank, name

@@ -363,3 +363,32 @@ def test_a_tensor_of_another_width_is_different_and_not_a_crash():
     found = compare_vision(plain_reference, values, torch.float64, case, ("isolated",), draws=0)
     assert found.first is not None
     assert (found.first.name, found.first.excess) == ("vision.trunk", float("inf"))
+
+
+# Views
+
+
+def test_experts_in_another_order_are_the_same_choice_with_the_same_weights():
+    case = CASES[1]
+    values = run_case(VisionReferenceRunner(CONFIG, WEIGHTS, torch.float64), tiny_vision(), case)
+    for name in values:
+        if name.endswith(("router.expert_ids", "router.weights")):
+            values[name] = values[name].flip(-1)
+    found = compare_vision_exact(plain_reference, values, case)
+    assert_agrees(found)
+    assert not found.choices
+
+
+def test_a_mistake_in_one_block_is_seen_behind_it_in_cascade_and_in_it_alone_when_isolated():
+    case, name = CASES[1], "vision_encoder.blocks.1.mlp.fc2.weight"
+    port = VisionReferenceRunner(CONFIG, WEIGHTS | {name: WEIGHTS[name] * 1.5}, torch.float64)
+    values = run_case(port, tiny_vision(), case)
+    found = compare_vision(plain_reference, values, torch.float64, case, draws=0)
+    different = {
+        view: [result.name for result in found.probes if result.view == view and result.verdict == "different"]
+        for view in ("cascade", "isolated")
+    }
+    assert different["isolated"] == ["vision.blocks.1.ffn.output", "vision.blocks.1.output"]
+    assert {"vision.blocks.2.attn.core", "vision.merged"} <= {*different["cascade"]}
+    assert found.first is not None
+    assert (found.first.name, found.first.factor) == ("vision.blocks.1.ffn.output", pytest.approx(1.5))
