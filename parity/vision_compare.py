@@ -2,9 +2,9 @@
 
 Truth is the reference in float64; the floor of a row is the error of the reference in the candidate's dtype, pooled
 over draws of its rounding; the limit follows from the false-alarm rate and the number of rows. Each view has its own
-truth and floor, from the same inputs; the candidate's experts are replayed and judged by their margins. What the text
-model needs beyond that (steps, caches, choices that a dump hides) a tower has not: a call is one step from pixels to
-rows.
+truth and floor, from the same inputs; the candidate's experts are replayed, in its order, and judged by their margins.
+What the text model needs beyond that (steps, caches, choices that a dump hides) a tower has not: a call is one step
+from pixels to rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from parity.factor import constant_factor, row_factors
 from parity.findings import ChoiceResult, Comparison, Place, ProbeResult, Verdict, View
 from parity.replay import Exchange
 from parity.rounding import RoundingDraw
-from parity.router_order import ids_of_weights
 from parity.runners.reference_vision import Values, VisionReferenceRunner, run_case
 from parity.schema_vision import vision_dataflow_key, vision_decided_by, vision_probe_of
 from parity.tolerance import (
@@ -126,10 +125,10 @@ class _Judge:
         return [self._judged(exchange) for exchange in self._replay.exchanges]
 
     def _result(self, name: str) -> ProbeResult:
-        truth_RX = _in_order_of_ids(name, self._truth)
+        truth_RX = self._truth[name]
         if name not in self._candidate:
             return ProbeResult(name, self._view, "missing", 0, 0, len(truth_RX), 0.0, 0.0, 0.0, 0.0, None, None)
-        actual_RX = _in_order_of_ids(name, self._candidate)
+        actual_RX = self._candidate[name]
         common = min(len(truth_RX), len(actual_RX))
         missing = len(truth_RX) + len(actual_RX) - 2 * common
         truth_RX, actual_RX = truth_RX[:common], actual_RX[:common]
@@ -163,7 +162,7 @@ class _Judge:
     def _verdict(self, name: str, is_bad: bool, actual_RX: Tensor) -> Verdict:
         if is_bad:
             return "different"
-        plain_RX = _in_order_of_ids(name, self._draws[0] if self._draws else self._truth)[: len(actual_RX)]
+        plain_RX = (self._draws[0] if self._draws else self._truth)[name][: len(actual_RX)]
         if torch.equal(plain_RX.to(actual_RX.dtype), actual_RX):
             return "bitwise equal"
         return "within noise" if self._draws else "close"
@@ -180,8 +179,8 @@ class _Judge:
         probe = vision_probe_of(name)
         is_wide = probe is not None and probe.is_float32
         rounded_to = torch.promote_types(self._dtype, torch.float32) if is_wide else self._dtype
-        draws = [_in_order_of_ids(name, draw) for draw in self._draws]
-        return floor_of(draws, _in_order_of_ids(name, self._truth), rounded_to)
+        draws = [draw[name] for draw in self._draws]
+        return floor_of(draws, self._truth[name], rounded_to)
 
     def _judged(self, exchange: Exchange) -> ChoiceResult:
         noise = self._score_noise(exchange)
@@ -221,14 +220,6 @@ def _run(
 def _is_judged(name: str) -> bool:
     probe = vision_probe_of(name)
     return probe is not None and probe.kind != "choice"
-
-
-def _in_order_of_ids(name: str, values: Values) -> Tensor:
-    """The rows of a name; router weights in the order of ascending expert ids."""
-    ids = ids_of_weights(name)
-    if not name.endswith("router.weights") or ids not in values:
-        return values[name]
-    return values[name].gather(-1, values[ids].argsort(dim=-1))
 
 
 def _errors(actual_RX: Tensor, truth_RX: Tensor) -> RowErrors:
