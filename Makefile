@@ -29,5 +29,5 @@ install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,oracle]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,oracle,media]'
 	touch $@

@@ -1,10 +1,11 @@
-"""Sounds for comparing audio sides: named, generated on the spot, and the same on every machine.
+"""Sounds for comparing audio sides: files, or generated on the spot and the same on every machine.
 
     noise:1281                      kind and number of samples, at 16 kHz and one channel
     opposed:44100@44100             at another rate in Hz
     noise:16000/video               the same samples on the route of a video's sound, through int16
+    file:talk.wav                   a sound file, its channels mixed and resampled
 
-A workload is such words with spaces between. All samples are multiples of 2^-15, so that no library decides a last bit.
+A workload is such words with spaces between. Generated samples are multiples of 2^-15: no library decides a last bit.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,22 +24,47 @@ from torch import Tensor
 from reference.config import AudioConfig
 from reference.errors import NoteError
 from reference.media import sound
-from reference.media.mel import SAMPLES_PER_TOKEN
+from reference.media.mel import token_count
 from reference.media.sound import SAMPLING_RATE
 
 # S samples  C channels
 
 _WORD = re.compile(r"^([a-z-]+):([1-9]\d{0,8})(?:@([1-9]\d{0,6}))?(/video)?$")
 _STEP = 2.0**-15
+_FILE = "file:"
 
 
 class ClipError(NoteError):
     """A word that describes no clip."""
 
 
+class Heard(Protocol):
+    """What an audio side embeds."""
+
+    @property
+    def name(self) -> str: ...
+
+    def waveform(self, rate: int = SAMPLING_RATE) -> Tensor:
+        """One channel at `rate` Hz, float32 [S]."""
+
+
+@dataclass(frozen=True)
+class FileClip:
+    """A sound file. Reading it may raise SoundError."""
+
+    path: str
+
+    @property
+    def name(self) -> str:
+        return f"{_FILE}{self.path}"
+
+    def waveform(self, rate: int = SAMPLING_RATE) -> Tensor:
+        return sound.load_waveform(self.path, rate)
+
+
 @dataclass(frozen=True)
 class Clip:
-    """`samples` counts those of one channel at `rate` Hz. `seed` draws the noise."""
+    """A generated sound. `samples` counts those of one channel at `rate` Hz. `seed` draws the noise."""
 
     kind: str
     samples: int
@@ -69,7 +96,6 @@ class Clip:
         return torch.from_numpy((steps.reshape(self.samples, -1) * _STEP).astype(np.float32))
 
     def waveform(self, rate: int = SAMPLING_RATE) -> Tensor:
-        """What the encoder hears: one channel at `rate` Hz, float32 [S]."""
         mono_S = sound.to_mono(self.samples_SC)
         if self.is_from_video:
             return sound.through_int16(sound.resample(mono_S, self.rate, rate, "swresample"))
@@ -113,7 +139,7 @@ KINDS: dict[str, Callable[[Steps, int], Steps]] = {
 class ClipWorkload:
     """Clips that are embedded one after the other."""
 
-    clips: tuple[Clip, ...]
+    clips: tuple[Heard, ...]
     seed: int = 0
 
     @classmethod
@@ -122,15 +148,21 @@ class ClipWorkload:
         words = line.split()
         if not words or len(set(words)) < len(words):
             raise ClipError(f"{line!r}: at least one clip is needed, and each of them once")
-        return cls(tuple(Clip.parse(word, seed + number) for number, word in enumerate(words)), seed)
+        return cls(tuple(_clip(word, seed + number) for number, word in enumerate(words)), seed)
 
     def text(self) -> str:
         return " ".join(clip.name for clip in self.clips)
 
     @property
     def tokens(self) -> int:
-        """About so many: the size of the workload."""
-        return sum(-(-clip.samples * SAMPLING_RATE // (clip.rate * SAMPLES_PER_TOKEN)) for clip in self.clips)
+        """Those of all clips together: the size of the workload."""
+        return sum(token_count(len(clip.waveform())) for clip in self.clips)
+
+
+def _clip(word: str, seed: int) -> Heard:
+    if word.startswith(_FILE):
+        return FileClip(word.removeprefix(_FILE))
+    return Clip.parse(word, seed)
 
 
 def boundary_clips(config: AudioConfig) -> tuple[ClipWorkload, ...]:

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from parity.audio_clips import Clip, ClipWorkload
+from parity.audio_clips import ClipWorkload, Heard
 from parity.findings import Comparison, Place, ProbeResult, Verdict, View
 from parity.rounding import RoundingDraw
 from parity.schema_audio import AUDIO_BOUNDARIES, AUDIO_FLOAT32, audio_dataflow_key, audio_pattern_of
@@ -35,7 +35,7 @@ class AudioSide(Protocol):
 
     name: str
 
-    def embed(self, clip: Clip) -> Tensor:
+    def embed(self, clip: Heard) -> Tensor:
         """[tokens, O]."""
 
 

@@ -24,6 +24,7 @@ from typer.core import TyperGroup
 
 from parity import DISTRIBUTION
 from parity.cli_bench import bench
+from parity.cli_tools import parse_tools
 from parity.cli_traces import compare, diagnose, drift, golden, validate
 from parity.errors import ParityError
 from parity.exit_codes import EXIT_AGREES, EXIT_COULD_NOT_RUN, EXIT_DISAGREES, EXIT_UNUSABLE
@@ -250,7 +251,7 @@ def faults(
         print_catalogue(terminal())
 
 
-for command in (golden, validate, compare, diagnose, drift, bench):
+for command in (golden, validate, compare, diagnose, drift, bench, parse_tools):
     app.command()(command)
 
 

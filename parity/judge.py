@@ -17,8 +17,9 @@ from functools import partial
 
 import torch
 
+from parity.end_to_end import actions_of
 from parity.factor import RowFactors, constant_factor, row_factors
-from parity.findings import ChoiceResult, Place, ProbeResult, Verdict, View
+from parity.findings import ChoiceResult, ChoiceVerdict, Place, ProbeResult, Verdict, View, by_step
 from parity.hidden_choices import HiddenChoices, SettledRows
 from parity.replay import ChoiceReplay, Exchange, Given, is_layer_boundary
 from parity.rounding import RoundingDraw
@@ -130,6 +131,8 @@ class Judge:
         self._limits: dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor]] = {}
         self._hidden = HiddenChoices(candidate, view, workload, self._floor) if draws else None
         self._settled = self._hidden.settled(self.truth) if self._hidden else None
+        # By name and request: the action that computed each row.
+        self._actions: dict[tuple[str, str], dict[tuple[int, int], int]] = {}
         # The rows that are different from the reference without a fault.
         self._bad: dict[str, set[Place]] = {}
 
@@ -172,11 +175,11 @@ class Judge:
         return min(places, key=lambda row: (self._action_of(*row), dataflow_key(row[0])))
 
     def _action_of(self, name: str, place: Place) -> int:
-        keys = iter(self.truth.keys(name, place.request))
-        for entry in self.truth.of(name, place.request):
-            if (place.position, place.occurrence) in [next(keys) for _ in entry.positions]:
-                return entry.action
-        return len(self.workload.actions)
+        """Which action computed a row; behind the last one for a row that only a hypothesis has."""
+        table = (name, place.request)
+        if table not in self._actions:
+            self._actions[table] = actions_of(self.truth, *table)
+        return self._actions[table].get((place.position, place.occurrence), len(self.workload.actions))
 
     def _parts(self, name: str, truth: Trace, settled: SettledRows | None) -> list[_Part]:
         """All requests of one name, of the settled rows only; one pair of tensors is loaded at a time."""
@@ -212,7 +215,10 @@ class Judge:
             float(largest[worst]),
             rows[worst],
             rows[bad[0]] if bad else None,
-            factor=constant_factor(factors, (noise * limits)[bad]) if bad else None,
+            by_step(
+                [self._action_of(name, row) for row in rows], rows, error.tolist(), noise.tolist(), limits.tolist()
+            ),
+            constant_factor(factors, (noise * limits)[bad]) if bad else None,
         )
 
     def _verdict(self, is_bad: bool, parts: Sequence[_Part]) -> Verdict:
@@ -282,9 +288,10 @@ class Judge:
 
     def _judged(self, exchange: Exchange) -> ChoiceResult:
         noise = self._score_noise(exchange)
-        if exchange.gap == 0.0:
-            return ChoiceResult(exchange, self.view, noise, "tie")
-        return ChoiceResult(exchange, self.view, noise, "near tie" if exchange.gap <= noise else "flip")
+        verdict: ChoiceVerdict = "near tie" if exchange.gap <= noise else "flip"
+        place = Place(exchange.request, exchange.position, exchange.occurrence)
+        action = self._action_of(exchange.name, place)
+        return ChoiceResult(exchange, self.view, noise, "tie" if exchange.gap == 0.0 else verdict, action)
 
     def _score_noise(self, exchange: Exchange) -> float:
         """How far two scores of the row of an exchange can change places by noise, in score units."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from reference.cache import RequestCache, SlidingCache
 from reference.errors import CacheError, TokenIdError
 from reference.probe import is_observed, probe, rows, scope
+from reference.sampling import GREEDY, Sampling, choose
 from reference.text import TextModel
 
 StepKind = Literal["prefill", "decode", "verify"]
@@ -59,12 +60,14 @@ class Session:
         self._check(items)
         return {item.request: self._run(item) for item in items}
 
-    def draft(self, request: str, next_token: int, depth: int, forced: Sequence[int] = ()) -> Tensor:
+    def draft(
+        self, request: str, next_token: int, depth: int, forced: Sequence[int] = (), sampling: Sampling = GREEDY
+    ) -> Tensor:
         """Draft `depth` tokens behind `next_token`, the sampled but not yet stepped token of the request.
 
         First every row that the draft layer has not seen runs with the target's hidden states and the tokens shifted by
-        one, then the layer is driven on its own output. A draft is the argmax of the step before it, or taken from
-        `forced` (teacher forcing). The draft cache is left with rows of committed tokens only.
+        one, then the layer is driven on its own output. A draft is what `sampling` chooses from the step before it, or
+        taken from `forced` (teacher forcing). The draft cache is left with rows of committed tokens only.
         Returns logits [depth, vocab]; row s is for the token s + 1 places behind `next_token`.
         """
         state = self.request(request)
@@ -86,7 +89,10 @@ class Session:
                 hidden_TD, logits_TW = self.model.draft_step(step, next_ids_T, hidden_TD, cache)
             hidden_TD = hidden_TD[-1:]
             logits.append(logits_TW[-1])
-            next_ids_T = forced_or_best(forced, step, logits[-1])
+            next_id = (
+                forced[step] if step < len(forced) else choose(logits_TW[-1:], [committed + 1 + step], sampling)[0]
+            )
+            next_ids_T = torch.tensor([next_id], device=device)
         # The row of the newest token was run with `next_token`, which is not committed; it runs again then.
         cache.draft.truncate(committed - 1)
         return torch.stack(logits)
@@ -164,13 +170,6 @@ class Session:
         if model.config.num_nextn_predict_layers:
             state.hidden_TD = normed_TD if state.hidden_TD is None else torch.cat((state.hidden_TD, normed_TD))
         return logits_TW
-
-
-def forced_or_best(forced: Sequence[int], step: int, logits_W: Tensor) -> Tensor:
-    """The token that follows draft step `step`, as a tensor of one; equal logits go to the lower id."""
-    if step < len(forced):
-        return torch.tensor([forced[step]], device=logits_W.device)
-    return logits_W.argmax(keepdim=True)
 
 
 def _observe_cache(item: StepItem, positions_T: Tensor, cache: RequestCache) -> None:

@@ -233,12 +233,14 @@ ATTENTION_FAULTS = (
         source="analysis",
         patches=(_told_of_chunks(_tell_start), Patch(SpeechAttention, "rotate", _running_on)),
     ),
-    _fault(
+    Fault(
         "audio_rope_bf16_frequencies",
-        "the frequencies are a buffer of the tower, which a cast to bfloat16 rounds",
-        QUERY,
-        Patch(reference.layers.rope, "frequencies", _rounded_frequencies),
-        when="two tokens; an error of a radian at position 700",
+        says="the frequencies are a buffer of the tower, which a cast to bfloat16 rounds",
+        visibility="L",
+        first=QUERY,
+        visible_when="two tokens in float32; past a hundred in bfloat16, and an error of a radian at position 700",
+        source="vLLM, which builds them again",
+        patches=(Patch(reference.layers.rope, "frequencies", _rounded_frequencies),),
     ),
     Fault(
         "cross_segment_attention",
@@ -375,11 +377,14 @@ LAYER_FAULTS = (
         source="analysis",
         patches=(Patch(reference.audio, "ADAPTER_EPS", lambda original: 1e-6),),
     ),
-    _fault(
+    Fault(
         "adapter_gelu_tanh",
-        "the adapter's GELU is its tanh approximation",
-        ("audio.adapter.hidden",),
-        after_construction(AudioAdapter, _adapter_tanh),
+        says="the adapter's GELU is its tanh approximation",
+        visibility="N",
+        first=("audio.adapter.hidden",),
+        visible_when="any sound",
+        source="analysis",
+        patches=(after_construction(AudioAdapter, _adapter_tanh),),
     ),
     _fault(
         "adapter_bias_missing",

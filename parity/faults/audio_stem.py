@@ -177,7 +177,7 @@ STEM_FAULTS = (
     Fault(
         "gelu_tanh",
         says="GELU is its tanh approximation",
-        visibility="V",
+        visibility="N",
         first=CONV1,
         visible_when="any sound",
         source="analysis",

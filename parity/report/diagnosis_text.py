@@ -49,7 +49,10 @@ def print_diagnosis(report: Report, console: Console, verbose: bool = False) -> 
 def finding_lines(report: Report) -> Iterator[str]:
     """The answer in words: one line that a reader can quote, and what qualifies it."""
     fault = report.fault
-    if fault is None or fault.verdict == "agrees":
+    if fault is None:
+        return
+    if fault.verdict == "agrees":
+        yield from fault.blind_spots
         return
     if fault.verdict == "explained":
         best = fault.explanations[0]
@@ -61,6 +64,8 @@ def finding_lines(report: Report) -> Iterator[str]:
         if fault.equivalents:
             same = "; ".join(" + ".join(ids) for ids in fault.equivalents)
             yield f"  cannot be told apart from: {same} (the same values in float64 on this workload)"
+        if fault.has_no_consequences:
+            yield "  it changes intermediate tensors only: no output depends on it"
         yield from _others(fault)
     else:
         yield f"fault: unknown. {fault.tried:,} hypotheses were applied to the reference; none explains the difference"
@@ -70,6 +75,7 @@ def finding_lines(report: Report) -> Iterator[str]:
             yield f"  what is known: of what was recorded, {report.first.tensor} is the first that differs"
     if hidden := _HIDDEN.get(fault.coverage, ""):
         yield f"  {hidden}"
+    yield from (f"  {unseen}" for unseen in fault.blind_spots)
 
 
 def _others(fault: FaultFinding) -> Iterator[str]:

@@ -50,7 +50,8 @@ class Row:
     """One tensor of one workload in one view at one level; `rows` and `elements` were compared.
 
     `layer`: `0`, `1`, … or the part outside the layers, such as `logits`. `largest`: absolute difference. `steps`: the
-    same rows by the step that computed them, where that is known.
+    same rows by the step that computed them, where that is known. `factor`: the different rows are the expected ones
+    times this constant, but for noise.
     """
 
     level: str
@@ -71,6 +72,7 @@ class Row:
     place: Place | None
     first_bad: Place | None
     steps: tuple[Step, ...] = ()
+    factor: float | None = None
 
     @property
     def excess(self) -> float:

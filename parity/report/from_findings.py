@@ -163,6 +163,8 @@ def report_of_diagnosis(
             diagnosis.equivalents,
             tuple(_tried(hypothesis, diagnosis, catalogue) for hypothesis in diagnosis.helped),
             diagnosis.tried,
+            diagnosis.has_no_consequences,
+            diagnosis.blind_spots,
         ),
     )
 
@@ -200,6 +202,7 @@ class _Run:
             _place(probe.place),
             _place(probe.first_bad),
             tuple(self._step(step) for step in probe.steps),
+            probe.factor,
         )
 
     def _step(self, step: StepResult) -> Step:

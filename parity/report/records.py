@@ -109,6 +109,8 @@ class FaultFinding:
     """The answer of a diagnosis. `explanations` leave nothing, best first; `closest` leave the least of the others.
 
     `equivalents` cannot be told apart from the first explanation by this workload. `…_before`: without any fault.
+    `has_no_consequences`: what explains it changes intermediate tensors and nothing behind them. `blind_spots`: what
+    this workload could not have shown, one sentence each.
     """
 
     verdict: Literal["agrees", "explained", "unknown"]
@@ -119,6 +121,8 @@ class FaultFinding:
     equivalents: tuple[tuple[str, ...], ...]
     closest: tuple[Tried, ...]
     tried: int
+    has_no_consequences: bool = False
+    blind_spots: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

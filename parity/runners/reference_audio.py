@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
-from parity.audio_clips import Clip
+from parity.audio_clips import Heard
 from parity.exact import exact
 from parity.faults.fault import Fault, applied
 from reference.audio import AudioEncoder
@@ -55,7 +55,7 @@ class ReferenceAudio:
             encoder.load_state_dict(own)
             self.encoder = encoder.to(self.dtype).requires_grad_(False)
 
-    def embed(self, clip: Clip) -> Tensor:
+    def embed(self, clip: Heard) -> Tensor:
         """[tokens, O] in `dtype`."""
         wide = torch.promote_types(self.dtype, torch.float32)
         with applied(self._faults):

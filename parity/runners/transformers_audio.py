@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from parity.audio_clips import Clip
+from parity.audio_clips import Heard
 from parity.exact import LowerPrecisionOp, exact
 from parity.runners import NotSupportedHere
 from parity.runners.transformers import SUPPORTED_VERSION, _quiet, _require_transformers
@@ -36,8 +36,8 @@ class TransformersAudio:
     """transformers' audio tower. `dtype` is that of weights and activations; with `exact_mode` all runs in float64, and
     `lower_precision_ops` lists what did not.
 
-    Raises: RunnerUnavailable without transformers 5.24; CheckpointError for a folder without an audio tower,
-    or where its tensors are not found.
+    Raises: RunnerUnavailable without transformers 5.24; NotSupportedHere for a single mel bin;
+    CheckpointError for a folder without an audio tower, or where its tensors are not found.
     """
 
     name = f"transformers {SUPPORTED_VERSION}"
@@ -52,7 +52,7 @@ class TransformersAudio:
             self.extractor = _extractor(self.config)
             self.model = _load(Path(folder), self.dtype)
 
-    def features(self, clip: Clip) -> tuple[Tensor, tuple[int, ...]]:
+    def features(self, clip: Heard) -> tuple[Tensor, tuple[int, ...]]:
         """Log-mel features [N, M, L] (frames up to the last token of the longest chunk), and the samples of chunks."""
         rate = self.config.sampling_rate
         waveform_S = clip.waveform(rate)
@@ -60,7 +60,7 @@ class TransformersAudio:
             made = self.extractor(waveform_S, sampling_rate=rate)
         return made["input_features"], tuple(made["chunk_sample_lengths"].tolist())
 
-    def embed(self, clip: Clip) -> Tensor:
+    def embed(self, clip: Heard) -> Tensor:
         """[tokens, O] in `dtype`. Raises: NotSupportedHere if a listener replaces a value."""
         mel_NML, samples = self.features(clip)
         full = self.config.sampling_rate * self.config.chunk_seconds
@@ -86,6 +86,8 @@ def _audio_config(folder: Path) -> AudioConfig:
     audio = NoteConfig.from_json(folder / "config.json").audio
     if audio is None:
         raise CheckpointError(f"{folder}: has no audio tower: its config.json lacks audio_config")
+    if audio.num_mel_bins == 1:
+        raise NotSupportedHere(f"transformers {SUPPORTED_VERSION} cannot run one mel bin: it takes it for no dimension")
     return audio
 
 

@@ -184,15 +184,18 @@ def test_json_has_no_infinity() -> None:
     assert next(record for record in records if record["record"] == "tensor")["error"] == "inf"
 
 
-def test_c07_junit_has_a_case_for_each_layer_of_each_level_and_workload(checked: CheckReport) -> None:
+def test_c07_junit_has_a_case_for_each_layer_and_step_of_each_level_and_workload(checked: CheckReport) -> None:
     root = ElementTree.fromstring(junit_xml(report_of_check(checked, KINDS)))
     assert [suite.get("name") for suite in root] == ["exact: p:a9 d:a (seed 0)", "exact: p:a5+b3 d:b (seed 1)"]
     for suite in root:
         names = [case.get("name") for case in suite]
-        assert names[:3] == ["layer embeddings", "layer 0 full, dense", "layer 1 full, experts"]
+        actions = str(suite.get("name")).split(": ")[1].split(" (")[0].split()
+        for layer in ("embeddings", "0 full, dense", "1 full, experts"):
+            steps = [f"layer {layer}, step {number} {action}" for number, action in enumerate(actions)]
+            assert [name for name in names if name.startswith(f"layer {layer}")] == steps
         assert sum(name.startswith("layer ") for name in names) == int(suite.get("tests", 0)) == len(names)
     assert int(root.get("failures", 0)) == len(root.findall(".//failure")) > 0
-    failure = root.find(".//testcase[@name='layer 0 full, dense']/failure")
+    failure = root.find(".//testcase[@name='layer 0 full, dense, step 0 p:a9']/failure")
     assert failure is not None
     assert failure.get("message", "").startswith("layers.0.attn.k_rope_unrotated  cascade error")
 

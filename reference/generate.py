@@ -1,0 +1,146 @@
+"""Generation for many requests: prompts first, then a round after the other, with drafts or without.
+
+A round steps the newest token of each request. With drafts it steps 1 + d tokens at once: the draft layer proposes d,
+the model says for each place which token it would have chosen there, the drafts up to the first other one are kept,
+and the rest is taken back. What the model chooses at a place is a function of its logits there (`sampling`), so the text is
+the text without drafts, token for token, also when it is sampled; its distribution is the model's for the same reason.
+The draft layer draws with the same noise, which is why it is often right.
+Source: text_model specification, section 17; design, "Determinism across machines".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from reference.errors import ConfigError
+from reference.sampling import GREEDY, Sampling, choose
+from reference.session import StepItem
+
+
+class Generator(Protocol):
+    """What generation needs of a session or an engine."""
+
+    def step(self, items: Sequence[StepItem]) -> dict[str, Tensor]: ...
+
+    def draft(
+        self, request: str, next_token: int, depth: int, forced: Sequence[int] = (), sampling: Sampling = GREEDY
+    ) -> Tensor: ...
+
+    def truncate(self, request: str, length: int) -> None: ...
+
+    def length(self, request: str) -> int: ...
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The new tokens of each request, and how often the draft at each place was tried and kept.
+
+    A draft counts as tried only if all before it in its round were kept.
+    """
+
+    tokens: dict[str, list[int]]
+    tried: tuple[int, ...]
+    accepted: tuple[int, ...]
+
+    @property
+    def acceptance(self) -> tuple[float, ...]:
+        """By place; 0 where nothing was tried."""
+        return tuple(kept / count if count else 0.0 for kept, count in zip(self.accepted, self.tried, strict=True))
+
+
+def generate(
+    session: Generator,
+    prompts: Mapping[str, Sequence[int]],
+    max_new_tokens: int,
+    draft_depth: int = 0,
+    stop_ids: Collection[int] = (),
+    sampling: Mapping[str, Sampling] | Sampling = GREEDY,
+) -> Generation:
+    """Up to `max_new_tokens` behind each prompt; a stop id ends its request and is part of its tokens.
+
+    `sampling` is one for all requests, or one for each. The requests stay open, all but their last token stepped.
+    Raises: ConfigError for fewer than one new token or a draft depth below 0, and what the session raises.
+    """
+    if max_new_tokens < 1 or draft_depth < 0:
+        raise ConfigError(
+            f"generate: max_new_tokens must be at least 1 and draft_depth at least 0, found {max_new_tokens} and "
+            f"{draft_depth}"
+        )
+    rounds = _Rounds(session, sampling, max_new_tokens, draft_depth, stop_ids)
+    rounds.prefill(prompts)
+    while rounds.live():
+        rounds.run()
+    return Generation(rounds.tokens, tuple(rounds.tried), tuple(rounds.accepted))
+
+
+class _Rounds:
+    def __init__(
+        self,
+        session: Generator,
+        sampling: Mapping[str, Sampling] | Sampling,
+        max_new_tokens: int,
+        draft_depth: int,
+        stop_ids: Collection[int],
+    ):
+        self.session, self.sampling = session, sampling
+        self.max_new_tokens, self.draft_depth, self.stop_ids = max_new_tokens, draft_depth, frozenset(stop_ids)
+        self.tokens: dict[str, list[int]] = {}
+        self.tried, self.accepted = [0] * draft_depth, [0] * draft_depth
+
+    def prefill(self, prompts: Mapping[str, Sequence[int]]) -> None:
+        logits = self.session.step([StepItem(name, tuple(ids), "prefill") for name, ids in prompts.items()])
+        for name, ids in prompts.items():
+            self.tokens[name] = choose(logits[name][-1:], [len(ids)], self._of(name))
+
+    def live(self) -> list[str]:
+        return [
+            name
+            for name, found in self.tokens.items()
+            if len(found) < self.max_new_tokens and found[-1] not in self.stop_ids
+        ]
+
+    def run(self) -> None:
+        live = self.live()
+        drafts = {name: self._drafts(name) for name in live}
+        logits = self.session.step(
+            [
+                StepItem(name, (self.tokens[name][-1], *drafts[name]), "verify" if drafts[name] else "decode")
+                for name in live
+            ]
+        )
+        for name in live:
+            self._keep(name, drafts[name], logits[name])
+
+    def _drafts(self, name: str) -> list[int]:
+        # No deeper than what may be kept: a round yields one token more than it accepts.
+        depth = min(self.draft_depth, self.max_new_tokens - len(self.tokens[name]) - 1)
+        if depth < 1:
+            return []
+        sampling, newest = self._of(name), self.session.length(name)
+        logits = self.session.draft(name, self.tokens[name][-1], depth, sampling=sampling)
+        return choose(logits, range(newest + 1, newest + 1 + depth), sampling)
+
+    def _keep(self, name: str, drafts: list[int], logits_TW: Tensor) -> None:
+        """The drafts that the model chooses too, and the token it chooses behind them."""
+        end = self.session.length(name)
+        chosen = choose(logits_TW, range(end - len(drafts), end + 1), self._of(name))
+        kept = 0
+        while kept < len(drafts) and drafts[kept] == chosen[kept]:
+            kept += 1
+        for place in range(min(kept + 1, len(drafts))):
+            self.tried[place] += 1
+            self.accepted[place] += place < kept
+        new = chosen[: kept + 1]
+        stops = [place for place, token in enumerate(new) if token in self.stop_ids]
+        new = new[: stops[0] + 1] if stops else new
+        self.tokens[name] += new
+        # The newest token is not stepped yet; drafts behind it go back.
+        if surplus := len(drafts) + 1 - len(new):
+            self.session.truncate(name, end - surplus)
+
+    def _of(self, name: str) -> Sampling:
+        return self.sampling if isinstance(self.sampling, Sampling) else self.sampling.get(name, GREEDY)
