@@ -5,7 +5,7 @@ Read in this order:
 device     which backend each op takes, and why         kernels/, attention/   the ops, each beside its torch twin
 weights    the state dict in packed storage             cache                  pages, rings, who owns what
 planning   a ragged step from lengths alone             step                   its metadata, and the one upload
-text, mtp  the layers over one step                     engine, greedy         many requests, drafts, generation
+text, mtp  the layers over one step                     engine                 many requests, drafts
 bench/     every op and whole steps beside floors and peers
 """
 

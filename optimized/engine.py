@@ -29,7 +29,9 @@ from reference.errors import CacheError, TokenIdError
 from reference.layers.indexer import RopeLayout
 from reference.numerics import Numerics
 from reference.probe import is_observed, probe, rows, scope
-from reference.session import StepItem
+from reference.sampling import GREEDY, Sampling
+from reference.sampling import choose as choose_token
+from reference.session import DraftItem, StepItem
 
 # T new tokens  W vocabulary  D model  B requests
 
@@ -52,19 +54,6 @@ class EngineOptions:
     limits: StepLimits = DEFAULT_LIMITS
     poison: bool = False
     disjoint_numbers: bool = False
-
-
-@dataclass(frozen=True)
-class DraftItem:
-    """Draft `depth` tokens behind `next_token`, the sampled but not yet stepped token of a request.
-
-    A draft is the argmax of the step before it, or taken from `forced` (teacher forcing).
-    """
-
-    request: str
-    next_token: int
-    depth: int
-    forced: tuple[int, ...] = ()
 
 
 @dataclass
@@ -174,9 +163,11 @@ class Engine:
         self._check_ids(request, token_ids)
         self._requests[request] = _Request(list(token_ids), HiddenRows(slots.length))
 
-    def draft(self, request: str, next_token: int, depth: int, forced: Sequence[int] = ()) -> Tensor:
+    def draft(
+        self, request: str, next_token: int, depth: int, forced: Sequence[int] = (), sampling: Sampling = GREEDY
+    ) -> Tensor:
         """As `drafts`, for one request."""
-        return self.drafts([DraftItem(request, next_token, depth, tuple(forced))])[request]
+        return self.drafts([DraftItem(request, next_token, depth, tuple(forced), sampling)])[request]
 
     @torch.no_grad()
     def drafts(self, items: Sequence[DraftItem]) -> dict[str, Tensor]:
@@ -285,9 +276,9 @@ class Engine:
     def _draft_further(
         self, number: int, live: Sequence[DraftItem], hidden_BD: Tensor, logits_BW: Tensor, order: list[str]
     ) -> tuple[Tensor, Tensor, list[str]]:
-        """Drive the layer on its own output, one row a request. Tokens stay on the device."""
+        """Drive the layer on its own output, one row a request. Greedy tokens stay on the device."""
         by_request = {item.request: item for item in live}
-        chosen_B = logits_BW.argmax(dim=-1)
+        chosen_B = self._chosen(number, by_request, logits_BW, order)
         rows_B = [row for row, request in enumerate(order) if request in by_request]
         found = []
         for first in range(0, len(rows_B), self.options.limits.max_tokens):
@@ -310,6 +301,16 @@ class Engine:
             found.append(draft_step(number, self.text, rows_BD, step, _last_rows(step), see))
         hidden, logits = (torch.cat(tensors) for tensors in zip(*found, strict=True))
         return hidden, logits, [order[row] for row in rows_B]
+
+    def _chosen(self, number: int, live: Mapping[str, DraftItem], logits_BW: Tensor, order: list[str]) -> Tensor:
+        """The token of each row, int64 [B]; draft step `number` places it number places behind the next token."""
+        if all(item.sampling.temperature == 0.0 for item in live.values()):
+            return logits_BW.argmax(dim=-1)
+        chosen = []
+        for row, request in enumerate(order):
+            sampling = live[request].sampling if request in live else GREEDY
+            chosen += choose_token(logits_BW[row : row + 1], [self.length(request) + number], sampling)
+        return torch.tensor(chosen, device=logits_BW.device)
 
     def _forget_hidden(self, request: str) -> None:
         """Keep what the draft layer still needs, also after max_draft_tokens tokens are taken back."""

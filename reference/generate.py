@@ -2,8 +2,9 @@
 
 A round steps the newest token of each request. With drafts it steps 1 + d tokens at once: the draft layer proposes d,
 the model says for each place which token it would have chosen there, the drafts up to the first other one are kept,
-and the rest is taken back. What the model chooses at a place is a function of its logits there (`sampling`), so the text is
-the text without drafts, token for token, also when it is sampled; its distribution is the model's for the same reason.
+and the rest is taken back. What the model chooses at a place is a function of its logits there (`sampling`), so the
+text is the text without drafts, token for token, also when it is sampled; its distribution is the model's for the same
+reason.
 The draft layer draws with the same noise, which is why it is often right.
 Source: text_model specification, section 17; design, "Determinism across machines".
 """
@@ -18,17 +19,15 @@ from torch import Tensor
 
 from reference.errors import ConfigError
 from reference.sampling import GREEDY, Sampling, choose
-from reference.session import StepItem
+from reference.session import DraftItem, StepItem
 
 
 class Generator(Protocol):
     """What generation needs of a session or an engine."""
 
-    def step(self, items: Sequence[StepItem]) -> dict[str, Tensor]: ...
+    def step(self, items: Sequence[StepItem], last_only: bool = False) -> dict[str, Tensor]: ...
 
-    def draft(
-        self, request: str, next_token: int, depth: int, forced: Sequence[int] = (), sampling: Sampling = GREEDY
-    ) -> Tensor: ...
+    def drafts(self, items: Sequence[DraftItem]) -> dict[str, Tensor]: ...
 
     def truncate(self, request: str, length: int) -> None: ...
 
@@ -92,9 +91,10 @@ class _Rounds:
         self.tried, self.accepted = [0] * draft_depth, [0] * draft_depth
 
     def prefill(self, prompts: Mapping[str, Sequence[int]]) -> None:
-        logits = self.session.step([StepItem(name, tuple(ids), "prefill") for name, ids in prompts.items()])
+        items = [StepItem(name, tuple(ids), "prefill") for name, ids in prompts.items()]
+        logits = self.session.step(items, last_only=True)
         for name, ids in prompts.items():
-            self.tokens[name] = choose(logits[name][-1:], [len(ids)], self._of(name))
+            self.tokens[name] = choose(logits[name], [len(ids)], self._of(name))
 
     def live(self) -> list[str]:
         return [
@@ -105,24 +105,28 @@ class _Rounds:
 
     def run(self) -> None:
         live = self.live()
-        drafts = {name: self._drafts(name) for name in live}
-        logits = self.session.step(
-            [
-                StepItem(name, (self.tokens[name][-1], *drafts[name]), "verify" if drafts[name] else "decode")
-                for name in live
-            ]
-        )
+        drafts = self._drafts(live)
+        items = [
+            StepItem(name, (self.tokens[name][-1], *drafts[name]), "verify" if drafts[name] else "decode")
+            for name in live
+        ]
+        logits = self.session.step(items)
         for name in live:
             self._keep(name, drafts[name], logits[name])
 
-    def _drafts(self, name: str) -> list[int]:
+    def _drafts(self, live: Sequence[str]) -> dict[str, list[int]]:
         # No deeper than what may be kept: a round yields one token more than it accepts.
-        depth = min(self.draft_depth, self.max_new_tokens - len(self.tokens[name]) - 1)
-        if depth < 1:
-            return []
-        sampling, newest = self._of(name), self.session.length(name)
-        logits = self.session.draft(name, self.tokens[name][-1], depth, sampling=sampling)
-        return choose(logits, range(newest + 1, newest + 1 + depth), sampling)
+        depths = {name: min(self.draft_depth, self.max_new_tokens - len(self.tokens[name]) - 1) for name in live}
+        items = [
+            DraftItem(name, self.tokens[name][-1], depth, sampling=self._of(name))
+            for name, depth in depths.items()
+            if depth > 0
+        ]
+        drafts: dict[str, list[int]] = {name: [] for name in live}
+        for item, logits_TW in zip(items, self.session.drafts(items).values(), strict=True):
+            first = self.session.length(item.request) + 1
+            drafts[item.request] = choose(logits_TW, range(first, first + item.depth), item.sampling)
+        return drafts
 
     def _keep(self, name: str, drafts: list[int], logits_TW: Tensor) -> None:
         """The drafts that the model chooses too, and the token it chooses behind them."""

@@ -30,6 +30,20 @@ class StepItem:
     kind: StepKind
 
 
+@dataclass(frozen=True)
+class DraftItem:
+    """Draft `depth` tokens behind `next_token`, the chosen but not yet stepped token of a request.
+
+    A draft is what `sampling` chooses from the draft step before it, or taken from `forced` (teacher forcing).
+    """
+
+    request: str
+    next_token: int
+    depth: int
+    forced: tuple[int, ...] = ()
+    sampling: Sampling = GREEDY
+
+
 @dataclass
 class _Request:
     cache: RequestCache
@@ -51,14 +65,24 @@ class Session:
         self.max_length = max_length
         self._requests: dict[str, _Request] = {}
 
-    def step(self, items: Sequence[StepItem]) -> dict[str, Tensor]:
-        """Append each item's tokens to its request. Returns logits [T, vocab] of the new rows for each request.
+    def step(self, items: Sequence[StepItem], last_only: bool = False) -> dict[str, Tensor]:
+        """Append each item's tokens to its request. Returns logits [T, vocab] of its new rows, or [1, vocab].
+
+        `last_only` asks for the last row alone.
 
         Raises: CacheError for two items of one request or a request that grows past `max_length`, TokenIdError for an
         id outside the vocabulary; both before anything has run.
         """
         self._check(items)
-        return {item.request: self._run(item) for item in items}
+        logits = {item.request: self._run(item) for item in items}
+        return {request: logits_TW[-1:] for request, logits_TW in logits.items()} if last_only else logits
+
+    def drafts(self, items: Sequence[DraftItem]) -> dict[str, Tensor]:
+        """`draft` for several requests."""
+        return {
+            item.request: self.draft(item.request, item.next_token, item.depth, item.forced, item.sampling)
+            for item in items
+        }
 
     def draft(
         self, request: str, next_token: int, depth: int, forced: Sequence[int] = (), sampling: Sampling = GREEDY

@@ -57,12 +57,15 @@ class Guessing:
         self.step, self.truncate, self.length = self._session.step, self._session.truncate, self._session.length
         self.start = 0
 
-    def draft(self, request, next_token, depth, forced=(), sampling=GREEDY):
-        done = self.length(request) - self.start + 1
-        right = self._right.pop(0) if self._right else depth
-        tokens = [self._future[done + s] for s in range(depth)]
+    def drafts(self, items):
+        if not items:
+            return {}
+        (item,) = items
+        done = self.length(item.request) - self.start + 1
+        right = self._right.pop(0) if self._right else item.depth
+        tokens = [self._future[done + s] for s in range(item.depth)]
         tokens = [token if s < right else (token + 1) % CONFIG.text.vocab_size for s, token in enumerate(tokens)]
-        return torch.nn.functional.one_hot(torch.tensor(tokens), CONFIG.text.vocab_size).double()
+        return {item.request: torch.nn.functional.one_hot(torch.tensor(tokens), CONFIG.text.vocab_size).double()}
 
 
 FUTURE = plain(PROMPTS["a"], GREEDY, 40)

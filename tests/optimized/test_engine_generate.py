@@ -1,4 +1,4 @@
-"""Greedy tokens do not depend on drafts, on company, or on how the prompt is cut; and they are the reference's."""
+"""The engine generates the reference's tokens, with drafts and without, in company and in chunks, greedy or sampled."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from optimized.engine import Engine, EngineOptions
-from optimized.greedy import generate
 from optimized.plan_spans import StepLimits
 from reference.checkpoint import synthetic_tensors
 from reference.config import tiny
+from reference.generate import generate
+from reference.sampling import Sampling
 from reference.session import Session, StepItem
 from reference.text import TextModel
 
@@ -53,6 +54,17 @@ def test_drafts_change_no_token(depth: int, expected: dict[str, list[int]]) -> N
     assert found.tokens == expected
     assert len(found.tried) == len(found.acceptance) == depth
     assert all(hit <= count for hit, count in zip(found.accepted, found.tried, strict=True))
+
+
+@pytest.mark.parametrize("depth", [0, 3])
+def test_sampled_tokens_are_the_references(depth: int) -> None:
+    sampling = {"a": Sampling(1.0, 0.9, 1), "b": Sampling(0.7, 1.0, 2)}
+    model = TextModel(CONFIG.text)
+    model.load_state_dict(WEIGHTS)
+    session = Session(model.double().requires_grad_(False))
+    expected = generate(session, PROMPTS, NEW_TOKENS, depth, sampling=sampling)
+    found = generate(engine(), PROMPTS, NEW_TOKENS, depth, sampling=sampling)
+    assert found == expected
 
 
 def test_a_request_alone_and_in_chunks_has_the_same_tokens(expected: dict[str, list[int]]) -> None:
