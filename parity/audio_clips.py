@@ -118,8 +118,10 @@ def _clicks(noise: Steps, rate: int) -> Steps:
 
 
 def _fading(noise: Steps, rate: int) -> Steps:
-    """The first two seconds a thousand times louder than what follows."""
-    return np.where(np.arange(len(noise)) < 2 * rate, noise, noise // 1024)
+    """The first two seconds a thousand times louder than what follows, in which every other 50 ms are silent."""
+    at = np.arange(len(noise))
+    quiet = np.where(at * 20 // rate % 2 == 0, noise // 1024, 0)
+    return np.where(at < 2 * rate, noise, quiet)
 
 
 KINDS: dict[str, Callable[[Steps, int], Steps]] = {
