@@ -14,7 +14,6 @@ compares ends with `raise typer.Exit(EXIT_AGREES)` or `typer.Exit(EXIT_DISAGREES
 
 import sys
 import traceback
-from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -149,6 +148,7 @@ def check(
         Path | None,
         typer.Argument(metavar="[CHECKPOINT]", help="A checkpoint folder; without one, a tiny synthetic one."),
     ] = None,
+    tower: Annotated[Literal["text", "vision", "audio"], typer.Option(help="Which part of the model.")] = "text",
     candidate: Annotated[
         Literal["transformers", "optimized"], typer.Option(help="What is compared with the reference.")
     ] = "transformers",
@@ -176,38 +176,23 @@ def check(
     float32 and bfloat16, the latter two within a noise floor measured for the same inputs.
     """
     from parity.check import LEVELS
-    from parity.engine_check import check_folder
-    from parity.oracle_check import check_against_transformers, synthetic_checkpoint
+    from parity.check_command import CheckOptions, run_check
     from parity.report.check_text import print_check_report
-    from parity.report.from_findings import layer_kinds, report_of_check
     from parity.report.terminal import progress_lines, terminal
     from parity.report.write import write_reports
-    from parity.workload import Workload, WorkloadError
+    from parity.workload import WorkloadError
 
     levels = [known for known in LEVELS if known in (level or LEVELS)]
     if len(levels) != len(level or LEVELS):
         raise WorkloadError(f"--level must be one of {', '.join(LEVELS)}, found {', '.join(level or [])}")
-    workloads = [Workload.parse(workload, seed)] if workload else None
-    with synthetic_checkpoint(seed) if folder is None else nullcontext(folder) as where, progress_lines() as progress:
-        if candidate == "optimized":
-            found, config = check_folder(where, workloads, levels, drawn, seed, device, backend, progress)
-        else:
-            found, config = check_against_transformers(where, workloads, levels, drawn, seed, progress)
-    command = " ".join(
-        ["note-parity check", *([str(folder)] if folder else []), *_candidate_options(candidate, device, backend)]
-    )
-    report = report_of_check(found, layer_kinds(config.text), command)
+    options = CheckOptions(tower, candidate, folder, workload, drawn, seed, device, backend)
+    with progress_lines() as progress:
+        found, report = run_check(options, levels, progress)
     write_reports(report, json, junit, markdown, html)
     print_check_report(report, terminal(), verbose)
     if not found.compared:
         raise typer.Exit(EXIT_UNUSABLE)
     raise typer.Exit(EXIT_DISAGREES if found.first_different else EXIT_AGREES)
-
-
-def _candidate_options(candidate: str, device: str, backend: str | None) -> list[str]:
-    if candidate == "transformers":
-        return []
-    return ["--candidate", candidate, "--device", device, *(["--backend", backend] if backend else [])]
 
 
 @app.command()

@@ -15,6 +15,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
+from parity.schema_vision import (
+    vision_block_of,
+    vision_dataflow_key,
+    vision_decided_by,
+    vision_pattern_of,
+    vision_probe_of,
+)
+
 SCHEMA_VERSION = 1
 
 # values: floating rows. scores: floating [T, S], -inf where a key is not visible. choice: sets of integers, -1: none.
@@ -119,12 +127,15 @@ def _in_dataflow_order() -> tuple[ProbeSpec, ...]:
 PROBES = _in_dataflow_order()
 _RANK = {spec.pattern: rank for rank, spec in enumerate(PROBES)}
 _NUMBERED = re.compile(r"^(layers|cache|mtp)\.(\d+)\.(.+)$")
+VISION = "vision."
 _GROUP_RANK = {"embeddings": 0, "layers": 1, "final_norm": 2, "logits": 3, "cache": 4, "mtp": 5}
 
 
 @cache
 def pattern_of(name: str) -> str:
     """`layers.3.attn.gate` becomes `layers.{i}.attn.gate`."""
+    if name.startswith(VISION):
+        return vision_pattern_of(name)
     match = _NUMBERED.match(name)
     if not match:
         return name
@@ -135,18 +146,25 @@ def pattern_of(name: str) -> str:
 @cache
 def spec_of(name: str) -> ProbeSpec | None:
     """What the schema says of a full name, or None for a name it does not know."""
+    if name.startswith(VISION):
+        probe = vision_probe_of(name)
+        return ProbeSpec(*probe) if probe else None
     rank = _RANK.get(pattern_of(name))
     return None if rank is None else PROBES[rank]
 
 
 def layer_of(name: str) -> int | None:
-    """The layer index in `layers.3.…`, else None."""
+    """The layer index in `layers.3.…`, the block in `vision.blocks.3.…`, else None."""
+    if name.startswith(VISION):
+        return vision_block_of(name)
     match = _NUMBERED.match(name)
     return int(match.group(2)) if match and match.group(1) == "layers" else None
 
 
 def decided_by(name: str) -> str | None:
     """The full name of the scores that decide a choice: `layers.3.attn.index.scores` for its `selected`."""
+    if name.startswith(VISION):
+        return vision_decided_by(name)
     spec, match = spec_of(name), _NUMBERED.match(name)
     if spec is None or spec.decided_by is None or match is None:
         return None
@@ -156,6 +174,8 @@ def decided_by(name: str) -> str | None:
 @cache
 def dataflow_key(name: str) -> tuple[int, int, int, str]:
     """Sort key: the order in which the tensors of one step depend on each other."""
+    if name.startswith(VISION):
+        return vision_dataflow_key(name)
     match = _NUMBERED.match(name)
     group, number = (match.group(1), int(match.group(2))) if match else (name, 0)
     return _GROUP_RANK.get(group, 6), number, _RANK.get(pattern_of(name), len(PROBES)), name

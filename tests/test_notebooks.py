@@ -40,7 +40,8 @@ every_notebook = pytest.mark.parametrize("text_form", TEXT_FORMS, ids=lambda pat
 
 
 def test_there_are_notebooks() -> None:
-    assert [path.stem for path in TEXT_FORMS] == ["01_architecture_tour", "02_find_the_bug", "03_noise_and_tolerance"]
+    names = ["01_architecture_tour", "02_find_the_bug", "03_noise_and_tolerance", "05_vision"]
+    assert [path.stem for path in TEXT_FORMS] == names
     assert sorted(FOLDER.glob("*.ipynb")) == [path.with_suffix(".ipynb") for path in TEXT_FORMS]
 
 

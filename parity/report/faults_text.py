@@ -8,21 +8,22 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from parity.faults.catalogue import SECTION_TITLES, SECTIONS
+from parity.faults.catalogue import SECTION_TITLES, SECTIONS, TOWER_SECTIONS, TOWER_TITLES
 from parity.faults.fault import VISIBILITIES, Fault
 from parity.faults.verify import Outcome
 
 
 def print_catalogue(console: Console) -> None:
     """Every fault in one line, by section."""
-    for section, faults in SECTIONS.items():
-        table = Table(title=f"{section}  {SECTION_TITLES[section]}", title_justify="left", box=None, pad_edge=False)
+    sections, titles = {**SECTIONS, **TOWER_SECTIONS}, {**SECTION_TITLES, **TOWER_TITLES}
+    for section, faults in sections.items():
+        table = Table(title=f"{section}  {titles[section]}", title_justify="left", box=None, pad_edge=False)
         for column in ("fault", "class", "what is done wrong"):
             table.add_column(column)
         for fault in faults:
             table.add_row(fault.id, fault.visibility, fault.says)
         console.print(table)
-    total = sum(len(faults) for faults in SECTIONS.values())
+    total = sum(len(faults) for faults in sections.values())
     classes = ", ".join(f"{letter} {meaning}" for letter, meaning in VISIBILITIES.items())
     console.print(f"{total} faults. Classes: {classes}.")
 

@@ -1,0 +1,97 @@
+"""What `note-parity check` runs: a part of the model, a candidate, on a folder or on a tiny synthetic checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from optimized.device import Backend
+from parity.audio_check import check_audio, synthetic_audio_checkpoint
+from parity.audio_clips import ClipWorkload
+from parity.check import CheckReport, Level
+from parity.engine_check import check_folder
+from parity.errors import ParityError
+from parity.oracle_check import check_against_transformers, synthetic_checkpoint
+from parity.report.from_findings import layer_kinds, report_of_check
+from parity.report.records import Report
+from parity.vision_case import VisionCase
+from parity.vision_check import check_vision, report_of_vision_check, synthetic_vision_checkpoint
+from parity.workload import Workload
+
+Tower = Literal["text", "vision", "audio"]
+Candidate = Literal["transformers", "optimized"]
+
+
+class CheckOptionError(ParityError):
+    """Options of `check` that do not go together."""
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """`workload`: one line in the tower's own form. `device` and `backend` are for the optimized candidate."""
+
+    tower: Tower = "text"
+    candidate: Candidate = "transformers"
+    folder: Path | None = None
+    workload: str | None = None
+    drawn: int = 0
+    seed: int = 0
+    device: str = "cpu"
+    backend: Backend | None = None
+
+    def command(self) -> str:
+        """What repeats it, without what narrows a run down."""
+        words = ["note-parity check", *([str(self.folder)] if self.folder else [])]
+        words += [] if self.tower == "text" else ["--tower", self.tower]
+        if self.candidate == "optimized":
+            words += ["--candidate", "optimized", "--device", self.device]
+            words += ["--backend", self.backend] if self.backend else []
+        return " ".join(words)
+
+
+def run_check(
+    options: CheckOptions, levels: Sequence[Level], progress: Callable[[str], None]
+) -> tuple[CheckReport, Report]:
+    """The findings, and their report. Raises: CheckOptionError, and what the checks raise."""
+    if options.tower != "text" and options.candidate == "optimized":
+        raise CheckOptionError(f"--candidate optimized has no {options.tower} tower yet: use --candidate transformers")
+    run = {"text": _text, "vision": _vision, "audio": _audio}[options.tower]
+    return run(options, levels, progress)
+
+
+def _text(
+    options: CheckOptions, levels: Sequence[Level], progress: Callable[[str], None]
+) -> tuple[CheckReport, Report]:
+    line, seed = options.workload, options.seed
+    workloads = [Workload.parse(line, seed)] if line else None
+    with synthetic_checkpoint(seed) if options.folder is None else nullcontext(options.folder) as folder:
+        if options.candidate == "optimized":
+            found, config = check_folder(
+                folder, workloads, levels, options.drawn, seed, options.device, options.backend, progress
+            )
+        else:
+            found, config = check_against_transformers(folder, workloads, levels, options.drawn, seed, progress)
+    return found, report_of_check(found, layer_kinds(config.text), options.command())
+
+
+def _vision(
+    options: CheckOptions, levels: Sequence[Level], progress: Callable[[str], None]
+) -> tuple[CheckReport, Report]:
+    cases = [VisionCase.parse(options.workload, options.seed)] if options.workload else None
+    made = synthetic_vision_checkpoint(options.seed) if options.folder is None else nullcontext(options.folder)
+    with made as folder:
+        found, config = check_vision(folder, cases, levels, options.drawn, options.seed, progress)
+    return found, report_of_vision_check(found, config, options.command())
+
+
+def _audio(
+    options: CheckOptions, levels: Sequence[Level], progress: Callable[[str], None]
+) -> tuple[CheckReport, Report]:
+    clips = [ClipWorkload.parse(options.workload, options.seed)] if options.workload else None
+    made = synthetic_audio_checkpoint(options.seed) if options.folder is None else nullcontext(options.folder)
+    with made as folder:
+        found = check_audio(folder, clips, levels, options.drawn, options.seed, progress)
+    return found, report_of_check(found, command=options.command())
