@@ -254,6 +254,16 @@ class TestNumerics:
             different = [one.name for one, other in pairs if not torch.equal(one.value, other.value)]
             assert different[:1] == ([first] if dtype == torch.bfloat16 else [])
 
+    def test_where_swiglu_rounds(self, weights):
+        packed_TF = torch.randn(9, 88, generator=torch.Generator().manual_seed(0)).bfloat16()
+        gate_TF, up_TF = packed_TF.split(44, dim=1)
+        silu_TF = gate_TF.float() * torch.sigmoid(gate_TF.float())
+        expected = {"once": (silu_TF * up_TF.float()).bfloat16(), "twice": silu_TF.bfloat16() * up_TF}
+        assert not torch.equal(*expected.values())
+        for rounding, expected_TF in expected.items():
+            layer = encoder_of(weights, swiglu_rounding=rounding).dots_encoder["speech_encoder"].layers[0]
+            assert torch.equal(layer.activated(packed_TF), expected_TF)
+
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_lower_precision_is_near_the_truth(self, weights, dtype):
         truth, eager = encoder_of(weights)(heard(40000)), encoder_of(weights, dtype)(heard(40000))

@@ -401,6 +401,26 @@ class TestFiles:
         whole[4:8] = b"\xff\xff\xff\xff"
         assert len(decode(bytes(whole)).samples_SC) == 1000
 
+    @pytest.mark.parametrize("id3", [b"", b"ID3\x03\x00\x00\x00\x00\x04\x00" + bytes(512)])
+    def test_an_mp3_that_does_not_say_how_long_it_is(self, tmp_path, id3):
+        """Half of it silent: from the rate of its first frame libsndfile would take it for half as long."""
+        x = noise(60000)
+        x[20000:40000] *= 0.001
+        tagged = write(tmp_path / "a.mp3", x[:, None]).read_bytes()
+        second_frame = tagged.index(tagged[:2], 20)
+        path = tmp_path / "b.mp3"
+        path.write_bytes(id3 + tagged[second_frame:])
+        whole = decode(id3 + tagged).samples_SC
+        assert len(whole) == 60000
+        for source in (path, path.read_bytes()):
+            # Without a tag nobody knows how many samples at the start are the encoder's delay.
+            untagged = decode(source).samples_SC[:, 0]
+            assert 60000 <= len(untagged) < 63000
+            delay = next(d for d in range(3000) if torch.allclose(untagged[d : d + 9000], whole[:9000, 0], atol=1e-3))
+            assert torch.allclose(untagged[delay : delay + 50000], whole[:50000, 0], atol=1e-3)
+        with pytest.raises(SoundError, match="longer than the limit of 48000 samples"):
+            decode(path, max_seconds=3.0)
+
     def test_no_sound(self, tmp_path):
         (tmp_path / "empty.wav").write_bytes(b"")
         (tmp_path / "text.wav").write_text("not a sound at all")
