@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
+from parity.schema_audio import audio_dataflow_key, audio_layer_of, audio_pattern_of, audio_probe_of
 from parity.schema_vision import (
     vision_block_of,
     vision_dataflow_key,
@@ -127,7 +128,7 @@ def _in_dataflow_order() -> tuple[ProbeSpec, ...]:
 PROBES = _in_dataflow_order()
 _RANK = {spec.pattern: rank for rank, spec in enumerate(PROBES)}
 _NUMBERED = re.compile(r"^(layers|cache|mtp)\.(\d+)\.(.+)$")
-VISION = "vision."
+VISION, AUDIO = "vision.", "audio."
 _GROUP_RANK = {"embeddings": 0, "layers": 1, "final_norm": 2, "logits": 3, "cache": 4, "mtp": 5}
 
 
@@ -136,6 +137,8 @@ def pattern_of(name: str) -> str:
     """`layers.3.attn.gate` becomes `layers.{i}.attn.gate`."""
     if name.startswith(VISION):
         return vision_pattern_of(name)
+    if name.startswith(AUDIO):
+        return audio_pattern_of(name)
     match = _NUMBERED.match(name)
     if not match:
         return name
@@ -149,14 +152,19 @@ def spec_of(name: str) -> ProbeSpec | None:
     if name.startswith(VISION):
         probe = vision_probe_of(name)
         return ProbeSpec(*probe) if probe else None
+    if name.startswith(AUDIO):
+        heard = audio_probe_of(name)
+        return ProbeSpec(*heard) if heard else None
     rank = _RANK.get(pattern_of(name))
     return None if rank is None else PROBES[rank]
 
 
 def layer_of(name: str) -> int | None:
-    """The layer index in `layers.3.…`, the block in `vision.blocks.3.…`, else None."""
+    """The layer index in `layers.3.…` and `audio.layers.3.…`, the block in `vision.blocks.3.…`, else None."""
     if name.startswith(VISION):
         return vision_block_of(name)
+    if name.startswith(AUDIO):
+        return audio_layer_of(name)
     match = _NUMBERED.match(name)
     return int(match.group(2)) if match and match.group(1) == "layers" else None
 
@@ -176,6 +184,8 @@ def dataflow_key(name: str) -> tuple[int, int, int, str]:
     """Sort key: the order in which the tensors of one step depend on each other."""
     if name.startswith(VISION):
         return vision_dataflow_key(name)
+    if name.startswith(AUDIO):
+        return audio_dataflow_key(name)
     match = _NUMBERED.match(name)
     group, number = (match.group(1), int(match.group(2))) if match else (name, 0)
     return _GROUP_RANK.get(group, 6), number, _RANK.get(pattern_of(name), len(PROBES)), name

@@ -77,6 +77,12 @@ def audio_probe_of(name: str) -> AudioProbe | None:
     return None if rank is None else AUDIO_PROBES[rank]
 
 
+def audio_layer_of(name: str) -> int | None:
+    """The layer index in `audio.layers.3.…`, else None."""
+    match = _LAYER_NAME.match(name)
+    return int(match.group(1)) if match else None
+
+
 @cache
 def audio_dataflow_key(name: str) -> tuple[int, int, int, str]:
     """Sort key: the order in which the tensors of one clip depend on each other; all before the text's."""

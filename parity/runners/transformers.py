@@ -57,14 +57,14 @@ class TransformersRunner:
     name = f"transformers {SUPPORTED_VERSION}"
 
     def __init__(self, folder: str | Path, dtype: torch.dtype, exact: bool = False):
-        _require_transformers()
+        require_transformers()
         folder = Path(folder)
         self.config = NoteConfig.from_json(folder / "config.json")
         self.dtype = torch.float64 if exact else dtype
         self.lower_precision_ops: list[LowerPrecisionOp] = []
         self._exact = exact
         self._caches: dict[str, Any] = {}
-        index = _read_index(folder / INDEX_FILE)
+        index = read_index(folder / INDEX_FILE)
         _refuse_unsupported(self.config.text, index["metadata"])
         with self._precision():
             config = _transformers_config(folder, self.config)
@@ -144,7 +144,7 @@ class TransformersRunner:
             self.lower_precision_ops += spy.lower_precision_ops
 
 
-def _require_transformers() -> None:
+def require_transformers() -> None:
     needed = f"transformers {SUPPORTED_VERSION}.x is needed: pip install 'note-parity[oracle]'"
     try:
         version = metadata.version("transformers")
@@ -171,15 +171,15 @@ def _refuse_unsupported(text: TextConfig, index_metadata: dict[str, Any]) -> Non
             raise NotSupportedHere(f"transformers {SUPPORTED_VERSION} cannot run {reason}")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from error
 
 
-def _read_index(path: Path) -> dict[str, Any]:
-    index = _read_json(path)
+def read_index(path: Path) -> dict[str, Any]:
+    index = read_json(path)
     for key in ("metadata", "weight_map"):
         if not isinstance(index, dict) or not isinstance(index.get(key), dict):
             raise CheckpointError(f"{path}: must be an object with an object {key!r}")
@@ -194,7 +194,7 @@ def _transformers_config(folder: Path, config: NoteConfig) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers.models.dots3_note.configuration_dots3_note import Dots3NoteTextConfig
 
-    values = _read_json(folder / "config.json")
+    values = read_json(folder / "config.json")
     # A rope_scaling of type "default" means none, but transformers would lose both thetas over it.
     for key in ("architectures", "model_type", "vision_config", "audio_config", "rope_scaling"):
         values.pop(key, None)
@@ -221,7 +221,7 @@ def _load(folder: Path, config: Any, dtype: torch.dtype, names: Iterable[str]) -
     """The model with the folder's weights, and those of its tensor `names` that are of other parts of the release."""
     from transformers import Dots3NoteForCausalLM
 
-    with _quiet() as messages:
+    with quiet() as messages:
         try:
             model, report = Dots3NoteForCausalLM.from_pretrained(
                 folder,
@@ -270,7 +270,7 @@ class _Collected(logging.Handler):
 
 
 @contextmanager
-def _quiet() -> Iterator[list[str]]:
+def quiet() -> Iterator[list[str]]:
     """No progress bar and no log on the terminal; gives the list that the messages go to."""
     from transformers.utils import logging as transformers_logging
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from parity.audio_clips import Heard
 from parity.exact import LowerPrecisionOp, exact
 from parity.runners import NotSupportedHere
-from parity.runners.transformers import SUPPORTED_VERSION, _quiet, _require_transformers
+from parity.runners.transformers import SUPPORTED_VERSION, quiet, require_transformers
 from reference.audio import Chunk
 from reference.checkpoint.load_audio import PREFIX
 from reference.config import AudioConfig, NoteConfig
@@ -43,7 +43,7 @@ class TransformersAudio:
     name = f"transformers {SUPPORTED_VERSION}"
 
     def __init__(self, folder: str | Path, dtype: torch.dtype, exact_mode: bool = False):
-        _require_transformers()
+        require_transformers()
         self.config = _audio_config(Path(folder))
         self.dtype = torch.float64 if exact_mode else dtype
         self.lower_precision_ops: list[LowerPrecisionOp] = []
@@ -104,7 +104,7 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
     from transformers.models.dots3_note.modeling_dots3_note import Dots3NoteAudioModel
 
     read = Dots3NoteAudioConfig(**NoteConfig.from_json(folder / "config.json").to_json()["audio_config"])
-    with _quiet() as messages:
+    with quiet() as messages:
         try:
             model, report = Dots3NoteAudioModel.from_pretrained(
                 folder,

@@ -27,10 +27,10 @@ from parity.runners import NotSupportedHere
 from parity.runners.transformers import (
     INDEX_FILE,
     SUPPORTED_VERSION,
-    _quiet,
-    _read_index,
-    _read_json,
-    _require_transformers,
+    quiet,
+    read_index,
+    read_json,
+    require_transformers,
 )
 from parity.runners.transformers_probes import _Calls, _show
 from reference.config import NoteConfig
@@ -55,7 +55,7 @@ class TransformersVisionRunner:
     name = f"transformers {SUPPORTED_VERSION}"
 
     def __init__(self, folder: str | Path, dtype: torch.dtype, exact: bool = False):
-        _require_transformers()
+        require_transformers()
         folder = Path(folder)
         config = NoteConfig.from_json(folder / "config.json")
         if config.vision is None:
@@ -87,10 +87,10 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
     from transformers.models.dots3_note.modeling_dots3_note import Dots3NoteVisionModel
 
     try:
-        config = Dots3NoteVisionConfig(**_read_json(folder / "config.json")["vision_config"])
+        config = Dots3NoteVisionConfig(**read_json(folder / "config.json")["vision_config"])
     except StrictDataclassError as error:
         raise NotSupportedHere(f"{folder}: transformers refuses this vision_config: {error}") from error
-    with _quiet() as messages:
+    with quiet() as messages:
         try:
             model, report = Dots3NoteVisionModel.from_pretrained(
                 None,
@@ -113,7 +113,7 @@ def _load(folder: Path, dtype: torch.dtype) -> Any:
 def _weights(folder: Path) -> dict[str, Tensor]:
     """The tower's tensors under the names that transformers' converter takes: without their prefix."""
     found = {}
-    for name, file in _read_index(folder / INDEX_FILE)["weight_map"].items():
+    for name, file in read_index(folder / INDEX_FILE)["weight_map"].items():
         if name.startswith(PREFIX):
             try:
                 with safe_open(folder / file, framework="pt") as shard:
