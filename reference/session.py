@@ -6,7 +6,7 @@ other lengths.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -23,11 +23,16 @@ StepKind = Literal["prefill", "decode", "verify"]
 
 @dataclass(frozen=True)
 class StepItem:
-    """New tokens of one request. They take the next positions of the request, which starts to exist with its first."""
+    """New tokens of one request. They take the next positions of the request, which starts to exist with its first.
+
+    `embeddings_TD`, of a prompt with media, stand for what the embedding table has for the ids; these are then only
+    read by the draft layer, and may lie beyond the vocabulary.
+    """
 
     request: str
     token_ids: tuple[int, ...]
     kind: StepKind
+    embeddings_TD: Tensor | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -70,8 +75,8 @@ class Session:
 
         `last_only` asks for the last row alone.
 
-        Raises: CacheError for two items of one request or a request that grows past `max_length`, TokenIdError for an
-        id outside the vocabulary; both before anything has run.
+        Raises: CacheError for two items of one request, a request that grows past `max_length` or embeddings of another
+        shape or dtype, TokenIdError for an id outside the vocabulary; both before anything has run.
         """
         self._check(items)
         logits = {item.request: self._run(item) for item in items}
@@ -104,7 +109,10 @@ class Session:
         cache, device = state.cache, state.hidden_TD.device
         committed = len(state.token_ids)
         first = cache.draft.length
-        next_ids_T = torch.tensor([*state.token_ids[first + 1 :], next_token], device=device)
+        # Media placeholders beyond the vocabulary: no table has a row for them, the draft layer reads its last.
+        last = self.model.config.vocab_size - 1
+        next_ids = [*(min(token_id, last) for token_id in state.token_ids[first + 1 :]), next_token]
+        next_ids_T = torch.tensor(next_ids, device=device)
         hidden_TD = state.hidden_TD[first:]
         logits = []
         for step in range(depth):
@@ -169,7 +177,21 @@ class Session:
                 raise CacheError(
                     f"request {item.request!r} would hold {length} tokens; max_length is {self.max_length}"
                 )
-            self._check_ids(item.request, item.token_ids)
+            if item.embeddings_TD is None:
+                self._check_ids(item.request, item.token_ids)
+            else:
+                self._check_embeddings(item, item.embeddings_TD)
+
+    def _check_embeddings(self, item: StepItem, embeddings_TD: Tensor) -> None:
+        dtype = self.model.lm_head.weight.dtype
+        shape = (len(item.token_ids), self.model.config.hidden_size)
+        if tuple(embeddings_TD.shape) != shape or embeddings_TD.dtype != dtype:
+            raise CacheError(
+                f"request {item.request!r}: embeddings must be {shape} in {dtype}, found {tuple(embeddings_TD.shape)} "
+                f"in {embeddings_TD.dtype}"
+            )
+        if min(item.token_ids) < 0:
+            raise TokenIdError(f"request {item.request!r}: token id {min(item.token_ids)} is negative")
 
     def _check_ids(self, request: str, token_ids: Sequence[int]) -> None:
         last = self.model.config.vocab_size - 1
@@ -183,10 +205,13 @@ class Session:
             cache = model.new_cache(self.max_draft_tokens, self.max_length)
             self._requests[item.request] = _Request(cache, [], None)
         state = self._requests[item.request]
-        token_ids_T = torch.tensor(item.token_ids, device=model.lm_head.weight.device)
-        positions_T = state.cache.layers[0].next_positions(len(token_ids_T), token_ids_T.device)
+        device = model.lm_head.weight.device
+        embeddings_TD = item.embeddings_TD
+        if embeddings_TD is None:
+            embeddings_TD = model.embed(torch.tensor(item.token_ids, device=device))
+        positions_T = state.cache.layers[0].next_positions(len(embeddings_TD), device)
         with rows(item.request, positions_T, item.kind):
-            normed_TD = model.hidden(model.embed(token_ids_T), state.cache)
+            normed_TD = model.hidden(embeddings_TD, state.cache)
             logits_TW = model.logits(normed_TD)
         if is_observed():
             _observe_cache(item, positions_T, state.cache)
