@@ -18,7 +18,7 @@ from torch import Tensor
 from reference.audio import tiny_audio
 from reference.checkpoint import CheckpointFolder, expected_tensors, synthetic_tensors, write_synthetic
 from reference.config import NoteConfig, released, tiny
-from reference.errors import CacheError, ConfigError, NoteError, TokenIdError
+from reference.errors import CacheError, ConfigError, TokenIdError
 from reference.generate import generate
 from reference.layers.vision_grid import Grid
 from reference.media.image import Patches
@@ -98,11 +98,8 @@ class TestLoading:
         assert not any(tensor.is_meta for tensor in held.values())
         ids = (5, config.image_token_id, config.image_token_id, 6, config.audio_token_id)
         assert max(ids) >= config.text.vocab_size
-        pixels = torch.ones(8, 3 * 14 * 14)
-        media = [
-            ImageInput(Patches(pixels, torch.tensor([[1, 4, 2]]))),
-            SoundInput(features(torch.ones(9), config.audio)),
-        ]
+        picture = ImageInput(Patches(torch.ones(8, 3 * 14 * 14), torch.tensor([[1, 4, 2]])))
+        media = [picture, SoundInput(features(torch.ones(9), config.audio))]
         session = NoteSession(model)
         with torch.no_grad():
             session.place("a", ids, media)
@@ -188,7 +185,7 @@ class TestEmbed:
             (
                 [3, IMAGE, IMAGE],
                 [rows("image", 3)],
-                r"2 placeholders of image \(id 190\) at positions 1-2, and 3 rows of",
+                r"2 placeholders of image \(id 190\) at positions 1-2, and 3 rows",
             ),
             ([IMAGE, 3, IMAGE], [], r"2 placeholders of image .* at positions 0, 2, and 0 rows of 0 items"),
             ([3, 4], [rows("audio", 2)], r"0 placeholders of audio .* at positions none, and 2 rows of 1 items \[2\]"),
@@ -207,9 +204,7 @@ class TestEmbed:
         ids = torch.tensor([VIDEO] * 5)
         spans = [MediaSpan("video", 0, 0, 2), MediaSpan("video", 1, 2, 5)]
         MODEL.embed(ids, [rows("video", 2), rows("video", 3)], spans)
-        with pytest.raises(
-            PlaceholderError, match=r"item 0 of the prompt was written to \[0, 2\), and its rows .* \[0, 3\)"
-        ):
+        with pytest.raises(PlaceholderError, match=r"item 0 of the prompt was written to \[0, 2\), .* \[0, 3\)"):
             MODEL.embed(ids, [rows("video", 3), rows("video", 2)], spans)
         with pytest.raises(PlaceholderError, match="the prompt has 3 items, the rows are of 2"):
             MODEL.embed(ids, [rows("video", 2), rows("video", 3)], [*spans, MediaSpan("image", 2, 9, 10)])
@@ -299,15 +294,13 @@ class TestSession:
         session = NoteSession(MODEL)
         session.place("a", self.IDS, self.MEDIA)
         session.place("b", self.IDS, (image(4, 4, 5), self.MEDIA[1]))
-        items = [
-            StepItem("a", self.IDS, "prefill"),
-            StepItem("b", self.IDS, "prefill"),
-            StepItem("c", (3, 4), "prefill"),
-        ]
+        ids = {"a": self.IDS, "b": self.IDS, "c": (3, 4)}
+        items = [StepItem(name, own, "prefill") for name, own in ids.items()]
         found = session.step(items)
         assert torch.equal(found["a"], self.placed().step(items[:1])["a"])
-        assert torch.equal(found["a"][:3], found["b"][:3])
-        assert not torch.equal(found["a"][3:], found["b"][3:])
+        difference_T = (found["a"] - found["b"]).abs().amax(-1)
+        assert difference_T[:3].max() < 1e-12
+        assert difference_T[3:].min() > 1e-6
         assert torch.equal(found["c"], Session(MODEL).step(items[2:])["c"])
 
     def test_what_is_refused(self):
@@ -433,9 +426,7 @@ def place_or_refuse(source: random.Random) -> bool:
     ]
     try:
         places = placements(ids, found, PADS, "r", spans if source.random() < 0.5 else None)
-    except NoteError as error:
-        assert isinstance(error, PlaceholderError)
-        assert "request 'r'" in str(error)
+    except PlaceholderError:
         return False
     ids_T, values_T = torch.tensor(ids, dtype=torch.int64), torch.zeros(len(ids), dtype=torch.float64)
     expected_T = values_T.clone()
