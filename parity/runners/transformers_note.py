@@ -150,11 +150,12 @@ def _tensors(media: Sequence[MediaInput], dtype: torch.dtype) -> dict[str, Tenso
     inputs = list(tower_inputs(media))
     wide = torch.promote_types(torch.float32, dtype)
     given: dict[str, Tensor] = {}
-    for kind, (pixels, grid) in {
-        ImageInput: ("pixel_values", "image_grid_thw"),
-        PaddedVideoInput: ("pixel_values_videos", "video_grid_thw"),
-    }.items():
-        patches = [item.patches for item in inputs if isinstance(item, kind)]
+    stills = [item.patches for item in inputs if isinstance(item, ImageInput)]
+    videos = [item.patches for item in inputs if isinstance(item, PaddedVideoInput)]
+    for patches, pixels, grid in (
+        (stills, "pixel_values", "image_grid_thw"),
+        (videos, "pixel_values_videos", "video_grid_thw"),
+    ):
         if patches:
             given[pixels] = torch.cat([own.pixels_PX for own in patches]).to(wide)
             given[grid] = torch.cat([own.grids_N3 for own in patches])
