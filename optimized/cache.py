@@ -168,7 +168,7 @@ class CachePools:
     def open(self, request: str) -> RequestSlots:
         """Start an empty request. Raises: PoolError if it is open already or no ring is free."""
         if request in self._requests:
-            raise PoolError(f"request {request!r} is open already")
+            raise PoolError(f"request {request!r} is open already; free it, or open another name")
         if not self._free_rings:
             raise PoolError(
                 f"request {request!r} needs a ring and none of {self.ring_count} is free; free a request, or make "
@@ -246,7 +246,8 @@ class CachePools:
         draft_length = min(slots.draft_length, max(0, length - 1))
         if not 0 <= length <= slots.length:
             raise CacheError(f"request {request!r} has {slots.length} tokens and cannot be truncated to {length}")
-        self._check_ring(request, "sliding", slots.length, length, slots.oldest, self.ring_rows)
+        if len(self.rings):
+            self._check_ring(request, "sliding", slots.length, length, slots.oldest, self.ring_rows)
         self._check_ring(request, "draft", slots.draft_length, draft_length, slots.draft_oldest, self.draft_ring_rows)
         self.truncate_draft(request, draft_length)
         self._poison_ring(self.rings, slots.ring, range(length, slots.length))
@@ -255,6 +256,12 @@ class CachePools:
         slots.length = length
         if self._is_poisoned and self._has_open_tail(slots) and not self._has_shared_tail(slots):
             self._fill_page(slots.pages[-1], length % self.page_size)
+
+    def first_draft_row(self, request: str) -> int:
+        """The first row of the draft layer that may have to be made: now, or after any truncation that is possible."""
+        slots = self.slots(request)
+        shortest = self._shortest(slots.oldest) if len(self.rings) else 0
+        return min(slots.draft_length, max(shortest - 1, self._shortest(slots.draft_oldest)))
 
     def truncate_draft(self, request: str, length: int) -> None:
         """Keep the first `length` rows of the draft layer. Raises: CacheError as `truncate`."""
@@ -383,13 +390,17 @@ class CachePools:
             stack[:, page, first_row:] = self._fill
 
     def _check_ring(self, request: str, kind: str, length: int, wanted: int, oldest: int, rows: int) -> None:
-        needed = max(0, wanted - (self.window - 1))
-        if wanted < length and needed < oldest:
+        if wanted < length and wanted < self._shortest(oldest):
+            needed = max(0, wanted - (self.window - 1))
             raise CacheError(
                 f"request {request!r}, {kind} ring: cannot go back from {length} to {wanted} tokens: the window of the "
                 f"next token starts at position {needed}, but positions below {oldest} are overwritten; a ring of "
                 f"{rows} rows takes back at most {rows - self.window + 1}"
             )
+
+    def _shortest(self, oldest: int) -> int:
+        """The fewest tokens whose next one sees no position of a ring before `oldest`."""
+        return oldest + self.window - 1 if oldest else 0
 
     def _poison_ring(self, rings: Tensor, ring: int, positions: range) -> None:
         if self._is_poisoned and positions:

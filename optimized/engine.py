@@ -67,6 +67,9 @@ class Engine:
 
     Raises, everywhere before anything has changed: TokenIdError for an id outside the vocabulary, PlanError for what
     the limits cannot hold, PoolError for a lack of pages or rings, CacheError for what the contract forbids.
+
+    A run that breaks off (no memory, a listener that replaces what it may not) is taken back. Where it has overwritten
+    rows of a ring that are needed for that, the request is freed, or, if it was drafting, cannot draft any more.
     """
 
     def __init__(self, text: Text, options: EngineOptions):
@@ -127,23 +130,23 @@ class Engine:
         New requests are opened. Raises: see the class; CacheError for two items of one request or one without tokens.
         """
         self._check(items)
-        opened = [item.request for item in items if item.request not in self._requests]
-        try:
-            for request in opened:
-                self.pools.open(request)
-            planned = [PlanItem(item.request, tuple(item.token_ids), item.kind) for item in items]
-            steps = split_step(planned, self.pools, self.options.limits)
-        except Exception:
-            for request in set(opened) & set(self.pools.requests):
-                self.pools.free(request)
-            raise
-        self._requests |= {request: _Request() for request in opened}
+        lengths = {item.request: self.length(item.request) for item in items if item.request in self._requests}
         logits: dict[str, list[Tensor]] = {item.request: [] for item in items}
-        for part in steps:
-            for request, logits_TW in self._run(part, last_only).items():
-                logits[request].append(logits_TW)
-        if is_observed():
-            self._show_cache(items)
+        try:
+            for request in logits:
+                if request not in lengths:
+                    self.pools.open(request)
+                    self._requests[request] = _Request()
+            planned = [PlanItem(item.request, tuple(item.token_ids), item.kind) for item in items]
+            for part in split_step(planned, self.pools, self.options.limits):
+                for request, logits_TW in self._run(part, last_only).items():
+                    logits[request].append(logits_TW)
+            if is_observed():
+                self._show_cache(items)
+        except BaseException:
+            for request in logits:
+                self._take_back(request, lengths.get(request))
+            raise
         return {
             request: found[-1] if last_only or len(found) == 1 else torch.cat(found)
             for request, found in logits.items()
@@ -152,7 +155,8 @@ class Engine:
     def adopt(self, request: str, token_ids: Sequence[int]) -> None:
         """Go on with a request whose rows the pools hold already, imported or written otherwise.
 
-        Its draft layer starts empty. Raises: CacheError unless the pools hold exactly these tokens.
+        It cannot draft, for the hidden states of these tokens are not there. Raises: CacheError unless the pools hold
+        exactly these tokens.
         """
         slots = self.pools.slots(request)
         if request in self._requests or slots.length != len(token_ids):
@@ -175,29 +179,29 @@ class Engine:
 
         First every row that the draft layer has not seen runs with the target's hidden states and the tokens shifted by
         one, then the layer is driven on its own output. It is left with rows of committed tokens only.
-        Raises: see the class; CacheError for a model without a draft layer or another depth than 1 to max_draft_tokens.
+        Raises: see the class; CacheError for a model without a draft layer, another depth than 1 to max_draft_tokens,
+        or a request whose draft layer lacks hidden states.
         """
         for item in items:
             self._check_draft(item)
         if not items:
             return {}
         logits: dict[str, list[Tensor]] = {item.request: [] for item in items}
+        kept = {request: self.pools.slots(request).draft_length for request in logits}
         try:
             live = list(items)
             hidden_BD, logits_BW, order = self._draft_history(items)
-            for number in range(max((item.depth for item in items), default=0)):
+            for number in range(max(item.depth for item in items)):
                 if number:
                     hidden_BD, logits_BW, order = self._draft_further(number, live, hidden_BD, logits_BW, order)
                 for row, request in enumerate(order):
                     logits[request].append(logits_BW[row])
                 live = [item for item in live if item.depth > number + 1]
-        finally:
             # The row of the newest token was run with `next_token`, which is not committed; it runs again then.
-            for item in items:
-                committed = len(self._requests[item.request].token_ids)
-                kept = min(committed - 1, self.pools.slots(item.request).draft_length)
-                self.pools.truncate_draft(item.request, kept)
-                self._forget_hidden(item.request)
+            kept = {request: self.length(request) - 1 for request in logits}
+        finally:
+            for request, rows_ in kept.items():
+                self._keep_draft_rows(request, rows_)
         return {request: torch.stack(found) for request, found in logits.items()}
 
     def truncate(self, request: str, length: int) -> None:
@@ -312,11 +316,31 @@ class Engine:
             chosen += choose_token(logits_BW[row : row + 1], [self.length(request) + number], sampling)
         return torch.tensor(chosen, device=logits_BW.device)
 
+    def _take_back(self, request: str, length: int | None) -> None:
+        """After a step that broke off: the request as long as before; None: it was not there, and it may not be yet."""
+        if request not in self._requests:
+            return
+        try:
+            self.truncate(request, length or 0)
+        except CacheError:
+            length = None
+        if length is None:
+            self.free(request)
+
+    def _keep_draft_rows(self, request: str, length: int) -> None:
+        try:
+            self.pools.truncate_draft(request, length)
+        except CacheError:
+            # Only after a run that broke off. Without its hidden states the draft layer is refused from here on.
+            committed = self.length(request)
+            self.pools.truncate_draft(request, committed - 1)
+            self._requests[request].hidden = HiddenRows(committed)
+        self._forget_hidden(request)
+
     def _forget_hidden(self, request: str) -> None:
-        """Keep what the draft layer still needs, also after max_draft_tokens tokens are taken back."""
+        """Keep what the draft layer still needs, also after as many tokens are taken back as can be."""
         state = self._requests[request]
-        needed = min(self.pools.slots(request).draft_length, len(state.token_ids) - 1 - self.options.max_draft_tokens)
-        state.hidden = state.hidden.between(max(0, needed), state.hidden.stop)
+        state.hidden = state.hidden.between(self.pools.first_draft_row(request), state.hidden.stop)
 
     def _show_cache(self, items: Sequence[StepItem]) -> None:
         """The items' rows as the caches give them back; a ring has kept only the last of a long item."""
@@ -355,6 +379,12 @@ class Engine:
             raise CacheError(
                 f"cannot draft {item.depth} tokens for {item.request!r} with {length} tokens: needs a model with a "
                 f"draft layer, a token to start from, and a depth of 1 to max_draft_tokens = {most}"
+            )
+        first, hidden = self.pools.slots(item.request).draft_length, self._requests[item.request].hidden
+        if hidden.first > first:
+            raise CacheError(
+                f"cannot draft for {item.request!r}: its draft layer goes on at row {first} and has hidden states from "
+                f"row {hidden.first} on; a request that was adopted, or whose draft broke off, is to be prefilled anew"
             )
         self._check_ids(item.request, (item.next_token, *item.forced))
 

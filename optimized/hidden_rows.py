@@ -7,9 +7,15 @@ from torch import Tensor
 
 # T rows  D model
 
+# Rows beside those that are kept which a piece may hold in memory: those of a decode step, which its requests share.
+MOST_IDLE_ROWS = 512
+
 
 class HiddenRows:
-    """Rows `first`, `first + 1`, … in pieces as the steps made them; joined only when they are taken."""
+    """Rows `first`, `first + 1`, … in pieces as the steps made them; joined only when they are taken.
+
+    A piece is a view of its step's rows, or a copy where those are so many more that they should not stay alive.
+    """
 
     def __init__(self, first: int = 0, pieces: tuple[Tensor, ...] = ()):
         self.first = first
@@ -23,17 +29,22 @@ class HiddenRows:
         return self.first + len(self)
 
     def appended(self, rows_TD: Tensor) -> HiddenRows:
-        return HiddenRows(self.first, (*self._pieces, rows_TD))
+        return HiddenRows(self.first, (*self._pieces, _released(rows_TD)))
 
     def between(self, first: int, stop: int) -> HiddenRows:
-        """The rows from `first` to before `stop` that are here."""
+        """The rows from `first` to before `stop` that are here; the next one to be appended is `stop`."""
         kept, position = [], self.first
         for piece in self._pieces:
             inside = piece[max(0, first - position) : max(0, stop - position)]
             if len(inside):
-                kept.append(inside)
+                kept.append(_released(inside))
             position += len(piece)
-        return HiddenRows(max(self.first, min(first, stop)), tuple(kept))
+        return HiddenRows(min(stop, max(self.first, first)), tuple(kept))
 
     def joined(self) -> Tensor:
         return self._pieces[0] if len(self._pieces) == 1 else torch.cat(self._pieces)
+
+
+def _released(rows_TD: Tensor) -> Tensor:
+    idle = rows_TD.untyped_storage().nbytes() - rows_TD.nbytes
+    return rows_TD.clone() if idle > MOST_IDLE_ROWS * rows_TD[0].nbytes else rows_TD
