@@ -1,0 +1,169 @@
+"""Any sequence of calls on the engine does what it does on the reference's session, or is refused and changes nothing.
+
+float64 and torch twins, so that only logic is compared: models of one kind of layer and of both, with a draft layer and
+without, drafts of any depth, pages of any size, pools and limits that are often too small, requests shorter than the
+window, names that come back after they were freed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import cache
+from random import Random
+
+import pytest
+import torch
+from hypothesis import event, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from optimized.engine import Engine, EngineOptions
+from optimized.errors import PlanError, PoolError
+from optimized.plan_spans import StepLimits
+from reference.checkpoint import synthetic_tensors
+from reference.config import LayerKind, TextConfig, tiny
+from reference.errors import CacheError
+from reference.session import DraftItem, Session, StepItem
+from reference.text import TextModel
+
+NAMES = st.sampled_from("abc")
+# Values that draw nothing from Hypothesis: only structure is searched and shrunk.
+SEEDS = st.integers(0, 2**32 - 1)
+TOKENS = st.integers(0, tiny().text.vocab_size - 1)
+# About the window of 7, the top-k of 13, what is decoded at once, and more than a ring.
+COUNTS = st.one_of(st.integers(1, 5), st.sampled_from([6, 7, 8, 9, 12, 13, 14, 19, 30]))
+KINDS = [("full_attention", "sliding_attention"), ("full_attention",) * 2, ("sliding_attention",) * 2]
+LIMITS = [StepLimits(9999, 2**26, 2**22), StepLimits(9, 2**15, 600), StepLimits(12, 2**16, 2**22)]
+
+
+@cache
+def model(kinds: tuple[LayerKind, ...], drafts: int) -> tuple[TextConfig, TextModel]:
+    """A tiny model of two layers, dense and with experts."""
+    changes = {"num_hidden_layers": 2, "layer_types": kinds, "first_k_dense_replace": 1}
+    text_config = dataclasses.replace(tiny().text, num_nextn_predict_layers=drafts, **changes)
+    config = dataclasses.replace(tiny(), text=text_config)
+    text = TextModel(config.text)
+    text.load_state_dict(dict(synthetic_tensors(config)))
+    return config.text, text.double().requires_grad_(False)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Both, call by call."""
+
+    @initialize(
+        kinds=st.sampled_from(KINDS),
+        drafts=st.sampled_from([1, 1, 0]),
+        depth=st.sampled_from([4, 1, 0]),
+        page_size=st.sampled_from([4, 1, 64]),
+        max_length=st.sampled_from([None, None, 5, 20]),
+        tokens=st.sampled_from([64, 200]),
+        limits=st.sampled_from(LIMITS),
+    )
+    def begin(self, kinds, drafts, depth, page_size, max_length, tokens, limits) -> None:
+        config, text = model(kinds, drafts)
+        pages = -(-tokens // page_size)
+        options = EngineOptions(pages, page_size, 2, depth, max_length, limits, poison=True, disjoint_numbers=True)
+        self.engine = Engine.from_state(config, text.state_dict(), torch.float64, "cpu", "torch", options)
+        self.session = Session(text, depth, max_length)
+        self.depth, self.lengths = depth, {}
+
+    def state(self) -> object:
+        pools = self.engine.pools
+        slots = {name: dataclasses.astuple(pools.slots(name)) for name in pools.requests}
+        return {name: self.engine.tokens(name) for name in slots}, slots, pools.free_pages
+
+    def both(self, action: Callable[[Engine | Session], object]) -> object | None:
+        """What the engine returns, after it is compared; None if it refused. What it refuses changes nothing."""
+        before = self.state()
+        try:
+            found = action(self.engine)
+        except (PoolError, PlanError, CacheError) as refused:
+            event(f"{action.__name__}: {type(refused).__name__}")
+            assert self.state() == before
+            if isinstance(refused, CacheError):
+                with pytest.raises(CacheError):
+                    action(self.session)
+            return None
+        expected = action(self.session)
+        if isinstance(expected, dict):
+            assert list(found) == list(expected)
+            for name, logits in expected.items():
+                torch.testing.assert_close(found[name], logits, rtol=1e-9, atol=1e-9)
+        event(action.__name__)
+        return found
+
+    @rule(
+        counts=st.dictionaries(NAMES, COUNTS, min_size=1),
+        seed=SEEDS,
+        last_only=st.booleans(),
+    )
+    def step(self, counts, seed, last_only) -> None:
+        random, vocabulary = Random(seed), self.engine.config.vocab_size
+        planned = [
+            StepItem(name, tuple(random.randrange(vocabulary) for _ in range(count)), "prefill")
+            for name, count in counts.items()
+        ]
+
+        def step(one: Engine | Session) -> object:
+            return one.step(planned, last_only)
+
+        self.both(step)
+
+    @precondition(lambda self: self.engine.pools.requests)
+    @rule(data=st.data())
+    def draft(self, data) -> None:
+        names = data.draw(st.lists(st.sampled_from(self.engine.pools.requests), min_size=1, unique=True))
+        forced = st.lists(TOKENS, max_size=5).map(tuple)
+        items = [
+            DraftItem(name, data.draw(TOKENS), data.draw(st.integers(0, self.depth + 1)), data.draw(forced))
+            for name in names
+        ]
+
+        def draft(one: Engine | Session) -> object:
+            return one.drafts(items)
+
+        self.both(draft)
+
+    @precondition(lambda self: self.engine.pools.requests)
+    @rule(data=st.data())
+    def truncate(self, data) -> None:
+        name = data.draw(st.sampled_from(self.engine.pools.requests))
+        back = data.draw(st.integers(0, self.depth + 3))
+
+        def truncate(one: Engine | Session) -> object:
+            return one.truncate(name, one.length(name) - back)
+
+        self.both(truncate)
+
+    @rule(name=NAMES, new=NAMES)
+    def fork(self, name, new) -> None:
+        def fork(one: Engine | Session) -> object:
+            return one.fork(name, new)
+
+        self.both(fork)
+
+    @rule(name=NAMES)
+    def free(self, name) -> None:
+        def free(one: Engine | Session) -> object:
+            return one.free(name)
+
+        self.both(free)
+
+    @invariant()
+    def both_hold_the_same_tokens(self) -> None:
+        pools = self.engine.pools
+        for name in pools.requests:
+            tokens = tuple(self.session.request(name).token_ids)
+            assert (self.engine.tokens(name), pools.slots(name).length) == (tokens, len(tokens))
+
+
+def test_every_sequence_of_calls_gives_what_it_gives_on_the_reference() -> None:
+    run_state_machine_as_test(EngineMachine, settings=settings(max_examples=60, stateful_step_count=25))
