@@ -32,6 +32,10 @@ def generate(
     dtype: Annotated[
         Literal["bfloat16", "float32", "float64"], typer.Option(help="Of weights and activations.")
     ] = "bfloat16",
+    numerics: Annotated[
+        Literal["default", "transformers", "vllm"],
+        typer.Option(help="How the reference rounds; in bfloat16 as transformers, it has the bits of transformers."),
+    ] = "default",
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where it runs.")] = "cpu",
     backend: Annotated[
         Literal["torch", "triton"] | None,
@@ -71,7 +75,7 @@ def generate(
 
     sampling = Sampling(temperature, top_p, seed)
     files = MediaFiles(image or (), audio or (), video or ())
-    refuse(impl, device, bool(files.kinds), draft_depth)
+    refuse(impl, device, bool(files.kinds), draft_depth, numerics)
     config = NoteConfig.from_json(checkpoint / "config.json")
     tokenizer = ChatTokenizer.open(checkpoint, config)
     stop_ids = read_stop_ids(checkpoint)
@@ -80,7 +84,7 @@ def generate(
     stream = TextStream(lambda token_id: _token(tokenizer, token_id))
     with torch.no_grad():
         session = generator(
-            impl, checkpoint, written, media, DTYPES[dtype], device, draft_depth, max_new_tokens, backend
+            impl, checkpoint, written, media, DTYPES[dtype], device, draft_depth, max_new_tokens, backend, numerics
         )
         streamed = Streamed(session, _printer(stream, ids))
         made = run_rounds(streamed, {REQUEST: written.ids}, max_new_tokens, draft_depth, stop_ids, sampling)

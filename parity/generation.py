@@ -35,11 +35,13 @@ from reference.model_media import (
     tower_inputs,
     video_input,
 )
+from reference.numerics import Numerics
 from reference.prompt import ChatTokenizer, Prompt, build_prompt
 from reference.prompt_media import MediaRules
 from reference.prompt_messages import MediaKind, PromptError
 from reference.prompt_render import PromptOptions
 from reference.session import DraftItem, StepItem
+from reference.vision_numerics import VisionNumerics
 
 Implementation = Literal["reference", "optimized", "transformers"]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -124,8 +126,10 @@ def write_prompt(
     return prompt
 
 
-def refuse(impl: Implementation, device: str, has_media: bool, draft_depth: int) -> None:
+def refuse(impl: Implementation, device: str, has_media: bool, draft_depth: int, numerics: str = "default") -> None:
     """What `impl` cannot do. Raises: NotSupportedHere, RunnerUnavailable."""
+    if impl != "reference" and numerics != "default":
+        raise NotSupportedHere(f"{impl} rounds in one way only: --numerics is an option of the reference")
     if device == "cuda" and not torch.cuda.is_available():
         raise RunnerUnavailable("--device cuda: torch finds no CUDA device here")
     if impl == "optimized" and has_media:
@@ -146,8 +150,11 @@ def generator(
     draft_depth: int,
     max_new_tokens: int,
     backend: Backend | None = None,
+    numerics: str = "default",
 ) -> Generator:
     """An implementation with the prompt's media placed for the request `REQUEST`. `backend`: of the optimized one.
+
+    `numerics`: the reference's preset.
 
     Raises: NotSupportedHere for what it cannot run; CheckpointError, ConfigError; PlaceholderError.
     """
@@ -162,7 +169,8 @@ def generator(
     heard = {isinstance(item, SoundInput) for item in tower_inputs(media)}
     needed: dict[Tower, bool] = {"vision": False in heard, "audio": True in heard}
     towers = [tower for tower, is_needed in needed.items() if is_needed]
-    model = load_note_model(folder, towers, dtype=dtype, device=device).requires_grad_(False)
+    text, vision = Numerics.preset(numerics), VisionNumerics.preset(numerics)
+    model = load_note_model(folder, towers, text, vision, dtype, device).requires_grad_(False)
     session = NoteSession(model, max_draft_tokens=draft_depth)
     session.place(REQUEST, prompt.ids, media, prompt.media)
     return session

@@ -77,9 +77,11 @@ def place() -> Iterator[Path]:
         yield folder
 
 
-def run(place: Path, *arguments: str, checkpoint: str = "full", impl: str = "reference") -> tuple[str, str]:
+def run(
+    place: Path, *arguments: str, checkpoint: str = "full", impl: str = "reference", dtype: str = "float64"
+) -> tuple[str, str]:
     """What goes to stdout and stderr."""
-    options = ["--checkpoint", str(place / checkpoint), "--impl", impl, "--max-new-tokens", "9", "--dtype", "float64"]
+    options = ["--checkpoint", str(place / checkpoint), "--impl", impl, "--max-new-tokens", "9", "--dtype", dtype]
     # Triton's kernels know no float64.
     options += ["--backend", "torch"]
     found = CliRunner().invoke(app, ["Hé?", *options, *arguments])
@@ -124,6 +126,11 @@ def test_images_and_sounds(place: Path, sampling: list[str]):
     assert run(place, "--ids", *sampling)[0] != expected[0]
 
 
+def test_in_bfloat16_the_reference_rounds_as_transformers_if_asked(place: Path):
+    expected = run(place, "--ids", *media(place), impl="transformers", dtype="bfloat16")
+    assert run(place, "--ids", *media(place), "--numerics", "transformers", dtype="bfloat16") == expected
+
+
 def test_text_is_that_of_the_ids(place: Path):
     ids = [int(token) for token in run(place, "--ids", *media(place))[0].split()]
     tokenizer = Tokenizer.from_file(str(place / "full" / "tokenizer.json"))
@@ -152,6 +159,7 @@ def test_a_stop_id_ends_the_text(place: Path, tmp_path: Path):
     [
         (["--image", "a.png"], "optimized", "full", EXIT_COULD_NOT_RUN, "takes text only: --impl reference"),
         (["--draft-depth", "1"], "transformers", "full", EXIT_COULD_NOT_RUN, "no draft layer"),
+        (["--numerics", "vllm"], "optimized", "full", EXIT_COULD_NOT_RUN, "an option of the reference"),
         (["--device", "cuda"], "reference", "full", EXIT_COULD_NOT_RUN, "no CUDA device"),
         (["--image", "a.png"], "reference", "text", EXIT_UNUSABLE, "--image: this checkpoint takes text only"),
         (["--image", "b.wav"], "reference", "full", EXIT_UNUSABLE, "b.wav"),
