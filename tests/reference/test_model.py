@@ -84,7 +84,7 @@ class TestLoading:
         """46 layers of 256 experts, 42 blocks, 32 speech layers: all 38,006 tensors, of tiny widths."""
         config = narrow_release()
         # A shard's header is read with each of its tensors.
-        write_synthetic(tmp_path / "folder", config, shards=120)
+        write_synthetic(tmp_path / "folder", config, shards=400)
         model = load_note_model(tmp_path / "folder", dtype=None)
         held = model.state_dict()
         folder = CheckpointFolder.open(tmp_path / "folder")
