@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -74,32 +74,24 @@ class Ops:
             raise AttributeError(f"no op {op!r}; there are {', '.join(OPS)}") from None
 
 
-def choose(
-    device: torch.device | str, backend: Backend | None = None, overrides: Mapping[str, Backend] | None = None
-) -> Ops:
-    """Choose for `device`; `backend` asks for one backend for every op, `overrides` for single ops.
+def choose(device: torch.device | str, backend: Backend | None = None) -> Ops:
+    """Choose for `device`; `backend` asks for one backend for every op.
 
-    Raises: NotSupportedError for a backend that cannot run here, or an unknown op.
+    Raises: NotSupportedError for a backend that is unknown or cannot run here.
     """
     device = torch.device(device)
-    overrides = dict(overrides or {})
-    if unknown := sorted(set(overrides) - set(OPS)):
-        raise NotSupportedError(f"no op {', '.join(unknown)}; there are {', '.join(OPS)}")
     obstacle = triton_obstacle(device)
-    choices = {}
-    for op in OPS:
-        asked = overrides.get(op, backend)
-        if asked == "triton" and obstacle:
-            raise NotSupportedError(f"{op} cannot take triton on {device}: {obstacle}")
-        if asked is not None:
-            choices[op] = Choice(op, asked, "asked for")
-        elif obstacle:
-            choices[op] = Choice(op, "torch", obstacle)
-        else:
-            choices[op] = Choice(
-                op, "triton", "interpreted" if device.type == "cpu" else f"compiled for {_card(device)}"
-            )
-    return Ops(choices)
+    if backend not in (None, *get_args(Backend)):
+        raise NotSupportedError(f"no backend {backend!r}; there are {', '.join(get_args(Backend))}")
+    if backend == "triton" and obstacle:
+        raise NotSupportedError(f"no op can take triton on {device}: {obstacle}; ask for torch, or for no backend")
+    if backend is not None:
+        chosen, reason = backend, "asked for"
+    elif obstacle:
+        chosen, reason = "torch", obstacle
+    else:
+        chosen, reason = "triton", "interpreted" if device.type == "cpu" else f"compiled for {_card(device)}"
+    return Ops({op: Choice(op, chosen, reason) for op in OPS})
 
 
 def triton_obstacle(device: torch.device) -> str | None:

@@ -42,8 +42,10 @@ DEFAULT_LIMITS = StepLimits(max_tokens=8192, expanded_bytes=2**31, score_bytes=2
 class EngineOptions:
     """`pages` pages of `page_size` tokens for all requests together; `requests` may be open at a time.
 
-    `max_draft_tokens`: the deepest draft, and how many tokens can always be taken back; 0 for no drafts. `poison` and
-    `disjoint_numbers` are for tests: see `CachePools`.
+    `max_draft_tokens`: the deepest draft, and how many tokens can always be taken back; 0 for no drafts, else a model
+    with a draft layer keeps the hidden states of what a request has appended since it last drafted.
+    `max_length` bounds a request in tokens; None: only the pages do. `limits` bounds what runs at once.
+    `poison` and `disjoint_numbers` are for tests: see `CachePools`.
     """
 
     pages: int = 1024
@@ -108,6 +110,10 @@ class Engine:
         backend: Backend | None = None,
         options: EngineOptions | None = None,
     ) -> Engine:
+        """Make pools beside weights that are packed already, in their dtype and on their device.
+
+        Raises: NotSupportedError for a backend that cannot run here, PoolError for pools that hold nothing.
+        """
         options = options or EngineOptions()
         pools = CachePools(
             config,
@@ -215,7 +221,10 @@ class Engine:
         state.hidden = state.hidden.between(state.hidden.first, length)
 
     def fork(self, request: str, new: str) -> None:
-        """Start `new` as a copy of `request`; they share pages until they differ."""
+        """Start `new` as a copy of `request`; they share pages until they differ.
+
+        Raises: CacheError for a request that is not there or a name that is; PoolError if no ring is free.
+        """
         state = self._request(request)
         if new in self._requests:
             raise CacheError(f"cannot fork to {new!r}: a request of that name exists")
@@ -223,6 +232,7 @@ class Engine:
         self._requests[new] = _Request(list(state.token_ids), state.hidden)
 
     def free(self, request: str) -> None:
+        """Forget a request; its pages and rings serve others. Raises: CacheError if it is not there."""
         self._request(request)
         self.pools.free(request)
         del self._requests[request]

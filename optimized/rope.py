@@ -38,6 +38,7 @@ class RopeTables:
         self._wide = torch.promote_types(dtype, torch.float32)
 
     def of(self, positions_T: Tensor) -> Rotation:
+        """positions_T: whole numbers of any dtype, below 2^24, where float32 is exact; of padding rows also -1."""
         angle_TX = (positions_T.to(torch.float32)[:, None] * self._frequency_X).to(self._wide)
         table_TX = torch.where(self._is_cosine_X, angle_TX.cos(), angle_TX.sin())
         return Rotation(*table_TX.split(self._widths, dim=-1))
