@@ -155,6 +155,31 @@ def test_what_travels_between_kernels_can_be_replaced() -> None:
     assert not torch.equal(plain, changed)
 
 
+def test_no_replacement_is_ignored() -> None:
+    """Of every name that is computed (what the caches give back is only shown): refused, or it changes the logits."""
+
+    def run() -> torch.Tensor:
+        one = engine()
+        logits = one.step([StepItem("a", tuple(range(20)), "prefill")])["a"]
+        return torch.cat((logits, one.step([StepItem("a", (5,), "decode")])["a"], one.draft("a", 7, 2)))
+
+    recorder = Recorder(("layers.[015].*", "mtp.1.*", "embeddings", "final_norm", "logits"))
+    with listening(recorder):
+        plain = run()
+    names = recorder.names()
+    assert len(names) > 50
+    refused = set()
+    for name in sorted(names):
+        with listening(Override(name, lambda value, rows: torch.zeros_like(value))):
+            try:
+                assert not torch.equal(run(), plain), name
+            except NotSupportedError as refusal:
+                assert name.endswith(str(refusal).split("'")[1])
+                refused.add(name)
+    assert {"layers.0.input", "layers.0.attn.index.key", "layers.5.ffn.router.logits", "mtp.1.output"} <= refused
+    assert not {"embeddings", "layers.0.attn.index.query", "layers.5.ffn.output", "mtp.1.fused", "logits"} & refused
+
+
 def test_other_numerics_are_refused() -> None:
     with pytest.raises(NotSupportedError, match="numerics"):
         Engine.from_state(CONFIG.text, WEIGHTS, device="cpu", numerics=Numerics.preset("vllm"))
