@@ -95,6 +95,10 @@ def test_a_run_without_probes_gives_the_same_bytes() -> None:
     # The head's product on one row may sum in another order.
     last = engine().step(items, last_only=True)["a"]
     torch.testing.assert_close(last, seen[-1:], rtol=1e-12, atol=1e-12)
+    # Watched, all rows are shown whatever is returned.
+    with listening(recorder):
+        assert torch.equal(engine().step(items, last_only=True)["a"], seen[-1:])
+    assert torch.equal(recorder.values("logits")[1], seen)
 
 
 def test_drafts_of_many_requests_are_those_of_each_alone() -> None:
