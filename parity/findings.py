@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal
 
 from parity.detail import Detail
@@ -58,13 +59,19 @@ def by_step(
     rows: dict[int, list[int]] = {}
     for row, action in enumerate(actions):
         rows.setdefault(action, []).append(row)
-    excess = [error[row] / (noise[row] * limits[row]) for row in range(len(places))]
+    excess = [_excess(*values) for values in zip(error, noise, limits, strict=True)]
     results = []
     for action, own in sorted(rows.items()):
         worst = max(own, key=lambda row: excess[row])
         bad = sum(excess[row] > 1.0 for row in own)
         results.append(StepResult(action, len(own), bad, error[worst], noise[worst], limits[worst], places[worst]))
     return tuple(results)
+
+
+def _excess(error: float, noise: float, limit: float) -> float:
+    """The error in units of what is allowed; where nothing is allowed, any error is infinitely much."""
+    allowed = noise * limit
+    return error / allowed if allowed else inf if error else 0.0
 
 
 @dataclass(frozen=True)

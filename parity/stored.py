@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from functools import partial
 from typing import Protocol
 
@@ -183,7 +184,8 @@ class StoredJudge:
         error, noise, limits, largest = (
             torch.cat([getattr(part, field) for part in parts]) for field in ("error", "noise", "limits", "largest")
         )
-        excess = error / (noise * limits)
+        # Nothing allowed and no error: 0 / 0.
+        excess = (error / (noise * limits)).nan_to_num(nan=0.0, posinf=inf)
         worst, bad = int(excess.argmax()), (excess > 1.0).nonzero().flatten().tolist()
         verdict: Verdict = "bitwise equal" if all(part.is_equal for part in parts) else self._expected.word
         if bad:

@@ -19,7 +19,7 @@ from parity.diagnose import diagnose
 from parity.end_to_end import best_token, end_to_end, kl_divergence
 from parity.faults.catalogue import CATALOGUE
 from parity.faults.fault import Fault
-from parity.findings import ChoiceResult, Comparison, Place, ProbeResult
+from parity.findings import ChoiceResult, Comparison, Place, ProbeResult, by_step
 from parity.replay import Exchange
 from parity.report.check_text import print_check_report
 from parity.report.compare_text import print_comparison
@@ -435,3 +435,9 @@ def test_a_run_keeps_its_records_apart() -> None:
     assert (report.totals.tensors, report.totals.workloads, len(report.levels)) == (4, 2, 2)
     assert "skipped: a: no draft layer" in printed(print_check_report, report)
     assert report.detail == Detail()
+
+
+def test_where_nothing_is_allowed_any_error_is_too_much() -> None:
+    places = [Place("a", position, 0) for position in range(3)]
+    first, second = by_step([0, 0, 1], places, [0.0, 0.5, 0.0], [0.0, 0.0, 1.0], [1.0, 1.0, 1.0])
+    assert (first.bad, first.place, second.bad) == (1, places[1], 0)
