@@ -16,6 +16,7 @@ from torch import Tensor
 
 from optimized.cache import CachePools
 from optimized.device import Backend, choose
+from optimized.errors import NotSupportedError
 from optimized.hidden_rows import HiddenRows
 from optimized.mtp import draft_step
 from optimized.observe import BatchObserver, Segment
@@ -381,6 +382,11 @@ class Engine:
                     f"request {item.request!r}: a step takes one item with at least one token for each request"
                 )
             seen.add(item.request)
+            if item.embeddings_TD is not None:
+                raise NotSupportedError(
+                    f"request {item.request!r} brings embeddings of its own, which this engine does not take yet: step "
+                    f"token ids alone, or use the reference's session"
+                )
             self._check_ids(item.request, item.token_ids)
 
     def _check_draft(self, item: DraftItem) -> None:

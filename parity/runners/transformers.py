@@ -124,6 +124,8 @@ class TransformersRunner:
                 raise CacheError(
                     f"request {item.request!r}: a step takes one item with at least one token for each request"
                 )
+            if item.embeddings_TD is not None:
+                raise NotSupportedHere(f"request {item.request!r}: this runner takes token ids, not embeddings")
             for token_id in item.token_ids:
                 if not 0 <= token_id < vocab_size:
                     raise TokenIdError(
