@@ -273,7 +273,8 @@ class Engine:
             first, state = self.pools.slots(item.request).draft_length, self._requests[item.request]
             planned.append(PlanItem(item.request, (*state.token_ids[first + 1 :], item.next_token), "decode"))
         found: dict[str, tuple[Tensor, Tensor]] = {}
-        for part in split_draft(planned, self.pools, self.options.limits):
+        parts = split_draft(planned, self.pools, self.options.limits)
+        for part in parts:
             firsts = {item.request: self.pools.slots(item.request).draft_length for item in part}
             step = self._uploader.upload(plan_draft(part, self.pools, self.options.limits))
             hidden = [
@@ -284,6 +285,9 @@ class Engine:
             ]
             hidden_TD = torch.cat([rows_.joined() for rows_ in hidden])
             last = draft_step(0, self.text, hidden_TD, step, _last_rows(step), _observer(step, "draft"))
+            if len(parts) == 1:
+                return *last, [item.request for item in step.items]
+            # Of a request that is cut, the last part has the row that counts.
             found |= {item.request: (last[0][b], last[1][b]) for b, item in enumerate(step.items)}
         hidden_BD, logits_BW = (torch.stack(tensors) for tensors in zip(*found.values(), strict=True))
         return hidden_BD, logits_BW, list(found)
@@ -304,15 +308,16 @@ class Engine:
                 planned.append(PlanItem(order[row], forced or (0,), "decode"))
             step = self._uploader.upload(plan_draft(planned, self.pools, self.options.limits))
             is_forced = [len(by_request[order[row]].forced) >= number for row in part_B]
-            if not all(is_forced):
+            if not any(is_forced):
+                step = dataclasses.replace(step, token_ids_T=_rows_of(chosen_B, part_B))
+            elif not all(is_forced):
                 ids = [
                     step.token_ids_T[i] if is_ else chosen_B[row]
                     for i, (row, is_) in enumerate(zip(part_B, is_forced, strict=True))
                 ]
                 step = dataclasses.replace(step, token_ids_T=torch.stack(ids))
             see = _observer(step, "draft")
-            # Stacked row by row: indexing by a list would wait for the device.
-            rows_BD = torch.stack([hidden_BD[row] for row in part_B])
+            rows_BD = _rows_of(hidden_BD, part_B)
             found.append(draft_step(number, self.text, rows_BD, step, _last_rows(step), see))
         hidden, logits = (torch.cat(tensors) for tensors in zip(*found, strict=True))
         return hidden, logits, [order[row] for row in rows_B]
@@ -409,6 +414,11 @@ class Engine:
         for token_id in token_ids:
             if not 0 <= token_id <= last:
                 raise TokenIdError(f"request {request!r}: token id {token_id} is outside the vocabulary (0 to {last})")
+
+
+def _rows_of(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    """These rows, ascending: the tensor itself if they are all. Not by an index, which would wait for the device."""
+    return tensor if len(rows) == len(tensor) else torch.stack([tensor[row] for row in rows])
 
 
 def _last_rows(step: DeviceStep) -> Tensor:

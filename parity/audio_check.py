@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import cast
 
 import torch
 
@@ -23,7 +22,6 @@ from parity.check import LEVELS, CheckReport, Level, Run
 from parity.findings import View
 from parity.runners.reference_audio import ReferenceAudio
 from parity.runners.transformers_audio import TransformersAudio
-from parity.workload import Workload
 from reference.audio import tiny_audio
 from reference.checkpoint import write_synthetic
 from reference.checkpoint.load_audio import PREFIX, load_audio_encoder
@@ -97,6 +95,5 @@ def check_audio_sides(
                 # Each part from its own input is the sharper test; how error grows over depth is shown once.
                 views: tuple[View, ...] = ("cascade", "isolated") if number == 1 else ("isolated",)
                 found = compare_audio(reference(level), trace, getattr(torch, level), workload, views)
-            # Of a workload, a report asks the text, the seed and the size.
-            runs.append(Run(level, cast(Workload, workload), found))
+            runs.append(Run(level, workload, found))
     return CheckReport("reference", name, tuple(runs), ())

@@ -21,7 +21,7 @@ from parity.judge import Reference
 from parity.run import run_workload
 from parity.runners import Runner
 from parity.trace import TraceRecorder
-from parity.workload import Workload
+from parity.workload import Case, Workload
 
 Level = Literal["exact", "float32", "bfloat16"]
 LEVELS: tuple[Level, ...] = ("exact", "float32", "bfloat16")
@@ -32,7 +32,7 @@ class Run:
     """One workload at one level."""
 
     level: Level
-    workload: Workload
+    workload: Case
     comparison: Comparison
 
 

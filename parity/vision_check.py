@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import cast
 
 import hypothesis
 import torch
@@ -25,7 +24,6 @@ from parity.runners.reference_vision import Values, VisionReferenceRunner, Visio
 from parity.runners.transformers_vision import TransformersVisionRunner
 from parity.vision_case import VisionCase
 from parity.vision_compare import VisionComparison, VisionReference, compare_vision, compare_vision_exact
-from parity.workload import Workload
 from reference.checkpoint import CheckpointFolder, write_synthetic
 from reference.checkpoint.expected_towers import VISION
 from reference.checkpoint.load_vision import load_vision_tower
@@ -125,8 +123,7 @@ def check_vision(
         for number, case in enumerate(cases, 1):
             progress(f"{level}: case {number} of {len(cases)}: {case.text()}")
             found = _compared(reference, port, config.vision, case, level)
-            # A report asks a workload for its text, its seed and its length, which a case has.
-            runs.append(Run(level, cast(Workload, case), found))
+            runs.append(Run(level, case, found))
     return CheckReport("reference", name, tuple(runs), ()), config
 
 

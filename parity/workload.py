@@ -20,7 +20,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from parity.errors import ParityError
 
@@ -65,6 +65,18 @@ class Free:
 Action = Step | Truncate | Draft | Fork | Free
 _KINDS: dict[str, StepKind] = {"p": "prefill", "d": "decode", "v": "verify"}
 _ITEM = re.compile(r"(?:([pdv]):)?([a-z])(\d*)$")
+
+
+class Case(Protocol):
+    """What a report asks of anything that was run: a workload, images, clips. `text()` and `seed` repeat it."""
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+    def text(self) -> str: ...
 
 
 @dataclass(frozen=True)

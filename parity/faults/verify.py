@@ -20,7 +20,7 @@ from parity.run import traced
 from parity.runners.reference import ReferenceRunner
 from parity.schema import pattern_of
 from parity.sweep import boundary_workloads
-from parity.workload import Workload
+from parity.workload import Case, Workload
 from reference.checkpoint import synthetic_tensors
 from reference.config import NoteConfig, tiny
 
@@ -33,7 +33,7 @@ class Outcome:
 
     fault: Fault
     mode: Mode | None
-    workload: Workload | None
+    workload: Case | None
     first: str | None
     error: float
 

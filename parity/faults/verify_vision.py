@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from parity.schema_vision import vision_pattern_of
 from parity.vision_case import VisionCase
 from parity.vision_check import boundary_cases
 from parity.vision_compare import VisionComparison, compare_vision, compare_vision_exact
-from parity.workload import Workload
 from reference.checkpoint import synthetic_tensors
 from reference.config import NoteConfig
 from reference.vision import tiny_with_vision
@@ -41,8 +39,7 @@ def verify_vision(
             first = _compared(fault, config, weights, case, mode).first
             if first is not None:
                 error = first.error if isinstance(first, ProbeResult) else first.exchange.gap
-                # The matrix asks a workload for its text, which a case has.
-                return VisionOutcome(fault, mode, cast(Workload, case), first.name, error)
+                return VisionOutcome(fault, mode, case, first.name, error)
     return VisionOutcome(fault, None, None, None, 0.0)
 
 

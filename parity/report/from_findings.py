@@ -17,7 +17,7 @@ from parity.report.evidence import Choice, Number, Partial, Place, Row, Step, la
 from parity.report.records import FaultFinding, Report, ReportVerdict, Totals, Tried, TriedVerdict
 from parity.schema import dataflow_key
 from parity.statistics import PartialResult
-from parity.workload import Workload
+from parity.workload import Case, Workload
 
 if TYPE_CHECKING:
     from parity.check import CheckReport
@@ -172,7 +172,7 @@ def report_of_diagnosis(
 class _Run:
     """Names the run that its records belong to."""
 
-    def __init__(self, level: str, workload: Workload | None):
+    def __init__(self, level: str, workload: Case | None):
         self._level = level
         self._workload, self._seed = (workload.text(), workload.seed) if workload else ("as recorded", 0)
         self._words = workload.text().split() if workload else []

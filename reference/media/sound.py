@@ -27,6 +27,7 @@ from torch import Tensor
 
 from reference.media.errors import MediaError, MissingPackageError
 from reference.media.packages import pyav
+from reference.media.video_sound import to_pcm, waveform
 
 # S samples  C channels
 
@@ -212,10 +213,9 @@ def _by_swresample(samples: np.ndarray, rate: int, target: int) -> np.ndarray:
 def through_int16(samples_S: Tensor) -> Tensor:
     """What the sound of a video goes through: clipped to [-1, 1], times 32767, truncated to int16, over 32768.
 
-    Up to two steps of int16 from the same track as a sound file. Float32 [S].
+    Up to two steps of int16 from the same track as a sound file. Float32 [S]. Raises: VideoError for NaN, infinities.
     """
-    integers_S = (samples_S.to(torch.float32).clamp(-1.0, 1.0) * 32767.0).trunc().to(torch.int16)
-    return integers_S.to(torch.float32) / 32768.0
+    return waveform(to_pcm(samples_S.to(torch.float32).numpy()))
 
 
 def refuse_non_finite(samples: Tensor, name: str) -> Tensor:
