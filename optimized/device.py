@@ -41,6 +41,7 @@ OPS = {
     "sparse_attention": "optimized.attention.absorbed",
     "ring_attention": "optimized.attention.absorbed",
     "expanded_attention": "optimized.attention.expanded",
+    "varlen_attention": "optimized.attention.varlen",
     "route": "optimized.kernels.router",
     "sort_rows": "optimized.kernels.experts",
     "expert_swiglu": "optimized.kernels.experts",

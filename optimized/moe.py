@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +23,19 @@ from reference.config import TextConfig
 from reference.errors import CheckpointError
 
 # T tokens  D model  E experts with the shared ones  K chosen experts  F ffn width  X = 2F
+
+
+class Routing(Protocol):
+    """How many experts a token chooses, and what their weights add up to: the fields of `TextConfig`."""
+
+    @property
+    def num_experts_per_tok(self) -> int: ...
+
+    @property
+    def routed_scaling_factor(self) -> float: ...
+
+    @property
+    def norm_topk_prob(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -151,7 +164,7 @@ def expert_places(packed: PackedExperts) -> dict[str, Place]:
 
 
 def moe(
-    x_TD: Tensor, packed: PackedExperts, config: TextConfig, ops: Ops, observe: bool = False
+    x_TD: Tensor, packed: PackedExperts, config: Routing, ops: Ops, observe: bool = False
 ) -> tuple[Tensor, Observed | None]:
     """[T, D] to [T, D]; what was observed, or None.
 

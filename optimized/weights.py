@@ -120,7 +120,7 @@ def pack_text(
     """
     _refuse_unsupported(config, numerics, indexer_rope_layout)
     packed = empty_text(config, device, dtype)
-    _fill(text_places(packed), state)
+    fill(text_places(packed), state)
     return packed
 
 
@@ -134,7 +134,7 @@ def loaded_into(packed: PackedText, state: Mapping[str, Tensor]) -> PackedText:
     for name, tensor in state.items():
         inspection.see(name, tensor)
     inspection.finish()
-    _fill(places, state)
+    fill(places, state)
     return packed
 
 
@@ -159,9 +159,9 @@ def empty_text(config: TextConfig, device: torch.device | str, dtype: torch.dtyp
 def text_places(packed: PackedText) -> dict[str, Place]:
     """Where each tensor of the state dict lies in the storage: the one table of the layout."""
     places = {
-        "model.embed_tokens.weight": _whole(packed.embeddings_WD),
-        "model.norm.weight": _whole(packed.final_norm_D),
-        "lm_head.weight": _whole(packed.head_WD),
+        "model.embed_tokens.weight": whole(packed.embeddings_WD),
+        "model.norm.weight": whole(packed.final_norm_D),
+        "lm_head.weight": whole(packed.head_WD),
     }
     for index, layer in enumerate(packed.layers):
         places |= _layer_places(f"model.layers.{index}.", layer)
@@ -169,30 +169,31 @@ def text_places(packed: PackedText) -> dict[str, Place]:
         prefix = f"model.layers.{len(packed.layers)}."
         places |= _layer_places(prefix, packed.draft.layer)
         places |= {
-            "model.mtp.embed_tokens.weight": _whole(packed.draft.embeddings_WD),
-            f"{prefix}enorm.weight": _whole(packed.draft.enorm_D),
-            f"{prefix}hnorm.weight": _whole(packed.draft.hnorm_D),
-            f"{prefix}eh_proj.weight": _whole(packed.draft.eh_X2D),
-            f"{prefix}shared_head.norm.weight": _whole(packed.draft.norm_D),
+            "model.mtp.embed_tokens.weight": whole(packed.draft.embeddings_WD),
+            f"{prefix}enorm.weight": whole(packed.draft.enorm_D),
+            f"{prefix}hnorm.weight": whole(packed.draft.hnorm_D),
+            f"{prefix}eh_proj.weight": whole(packed.draft.eh_X2D),
+            f"{prefix}shared_head.norm.weight": whole(packed.draft.norm_D),
         }
     return places
 
 
-def _whole(view: Tensor) -> Place:
+def whole(view: Tensor) -> Place:
+    """A tensor that lies in one piece."""
     return Place([view], 0)
 
 
 def _layer_places(prefix: str, layer: LayerWeights) -> dict[str, Place]:
     places = {
-        f"{prefix}input_layernorm.weight": _whole(layer.input_norm_D),
-        f"{prefix}post_attention_layernorm.weight": _whole(layer.post_norm_D),
+        f"{prefix}input_layernorm.weight": whole(layer.input_norm_D),
+        f"{prefix}post_attention_layernorm.weight": whole(layer.post_norm_D),
     }
     for name, view in _attention_views(layer.attention):
-        places[f"{prefix}self_attn.{name}"] = _whole(view)
+        places[f"{prefix}self_attn.{name}"] = whole(view)
     if layer.dense is not None:
         gate_FD, up_FD = layer.dense.gate_up_XD.chunk(2)
         for name, view in (("gate", gate_FD), ("up", up_FD), ("down", layer.dense.down_DF)):
-            places[f"{prefix}mlp.{name}_proj.weight"] = _whole(view)
+            places[f"{prefix}mlp.{name}_proj.weight"] = whole(view)
     if layer.experts is not None:
         places |= {f"{prefix}mlp.{name}": place for name, place in expert_places(layer.experts).items()}
     return places
@@ -253,8 +254,11 @@ def _empty_attention(config: TextConfig, layer: int, new: New) -> AttentionWeigh
 
 
 @torch.no_grad()
-def _fill(places: Mapping[str, Place], state: State) -> None:
-    """Copy until something is wrong; from there on only look for what else is."""
+def fill(places: Mapping[str, Place], state: State) -> None:
+    """Copy `state` to its places until something is wrong; from there on only look for what else is.
+
+    Raises: CheckpointError listing every tensor that is missing, unknown, given twice, or of another shape or dtype.
+    """
     inspection = _Inspection(places)
     for name, tensor in state.items() if isinstance(state, Mapping) else state:
         inspection.see(name, tensor)

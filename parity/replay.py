@@ -129,7 +129,12 @@ class Exchange:
     score: float = float("nan")
 
     def gap_in_ulps(self, dtype: torch.dtype) -> float:
-        """The gap in steps of `dtype` at the score: below 1, that dtype cannot hold the two scores apart."""
+        """The gap in steps of `dtype` at the score: below 1, that dtype cannot hold the two scores apart.
+
+        NaN where the score is not known, or 0 and so without a step.
+        """
+        if not self.score or not math.isfinite(self.score):
+            return math.nan
         return self.gap / (torch.finfo(dtype).eps * 2.0 ** (math.frexp(self.score)[1] - 1))
 
 

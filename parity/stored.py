@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import inf
+from math import inf, nan
 from typing import Protocol
 
 import torch
@@ -158,7 +158,8 @@ class StoredJudge:
             lost, won = sorted(ours - theirs), sorted(theirs - ours)
             # Without scores nothing says that the two were close.
             gap, scale = _gap(scores[row], lost, won) if scores is not None else (float("inf"), 0.0)
-            exchange = Exchange(name, request, position, occurrence, tuple(lost), tuple(won), gap, scale)
+            best = float(scores[row][lost].max()) if scores is not None and _are_ids(lost) else nan
+            exchange = Exchange(name, request, position, occurrence, tuple(lost), tuple(won), gap, scale, best)
             noise = self._element_limit * float(choices.margin_noises[row])
             action = actions[position, occurrence]
             yield ChoiceResult(exchange, "cascade", noise, _choice_verdict(gap, noise), action)

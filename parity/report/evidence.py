@@ -109,7 +109,8 @@ class Row:
 class Choice:
     """A row in which the two sides choose differently. `gap` and `noise` are in units of the scores.
 
-    `action`: the step that chose, where it is known. An infinite gap: no exchange of scores, or scores are not there.
+    `gap_ulps`: the gap in steps of the level's dtype at the score, where both are known. `action`: the step that chose,
+    where it is known. An infinite gap: no exchange of scores, or scores are not there.
     """
 
     level: str
@@ -125,6 +126,7 @@ class Choice:
     gap: float
     noise: float
     action: int | None = None
+    gap_ulps: float | None = None
 
     @property
     def is_different(self) -> bool:
@@ -132,9 +134,10 @@ class Choice:
 
     @property
     def phrase(self) -> str:
+        ulps = f" ({self.gap_ulps:.3g} ulps of {self.level})" if self.gap_ulps is not None else ""
         return (
             f"chooses {_ids(self.only_actual)} in place of {_ids(self.only_expected)}: "
-            f"score gap {number(self.gap)}, noise {number(self.noise)}"
+            f"score gap {number(self.gap)}{ulps}, noise {number(self.noise)}"
         )
 
 

@@ -250,7 +250,13 @@ class _Run:
             exchange.gap,
             choice.noise,
             choice.action,
+            self._ulps(exchange),
         )
+
+    def _ulps(self, exchange: Exchange) -> float | None:
+        dtype = getattr(torch, self._level, None)  # without rounding, `exact`, there is no step
+        ulps = exchange.gap_in_ulps(dtype) if isinstance(dtype, torch.dtype) else inf
+        return ulps if isfinite(ulps) else None
 
 
 def _place(place: FoundPlace | None) -> Place | None:

@@ -1,14 +1,16 @@
 """The diagnosis: planted faults are named, pairs too, and what is not in the catalogue is called unknown.
 
 A foreign dump is simulated by the reference in bfloat16 with the fault. Profile `ci` takes a sample; `explore` takes
-every visible fault at three levels of dump, 200 pairs, and prints the rates.
+every visible fault at three levels of dump and 200 pairs, on all cores, and prints each outcome and the rates (`-s`).
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 
 import pytest
@@ -52,6 +54,7 @@ IS_EXPLORING = settings.get_current_profile_name() == "explore"
 VISIBLE = [fault for fault in CATALOGUE.values() if fault.visibility in "VLCM" and fault.id not in WITHIN_NOISE]
 SAMPLE = [CATALOGUE[name] for name in ("window_512", "indexer_rope_neox", "bias_in_weights", "eh_concat_swapped")]
 Keep = Callable[[str], bool]
+Case = tuple[str, str]
 
 
 @cache
@@ -113,22 +116,40 @@ def test_a_planted_fault_is_named(fault: Fault) -> None:
     assert is_named(diagnosis, fault), (diagnosis.explanations, diagnosis.equivalents)
 
 
+LEVELS: dict[str, tuple[Keep, Workload, float]] = {
+    "all probes": (everything, WORKLOAD, 0.95),
+    "layer outputs": (is_layer_output, WORKLOAD, 0.80),
+    "logits only": (is_logits, CLEAR, 0.0),
+}
+
+
+def on_all_cores(task: Callable[[Case], str], cases: Sequence[Case]) -> dict[Case, str]:
+    """What `task` says of each case; printed as it comes, for this takes long."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(mp_context=spawn, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        found = {}
+        for case, what in zip(cases, pool.map(task, cases), strict=True):
+            found[case] = what
+            print(*case, what, sep="\t", flush=True)
+    return found
+
+
+def single(case: Case) -> str:
+    level, fault_id = case
+    keep, workload, _ = LEVELS[level]
+    own = OTHER_WORKLOADS.get(fault_id, workload)
+    return outcome(diagnosed(dump([CATALOGUE[fault_id]], keep, own), own), CATALOGUE[fault_id])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize(
-    ("keep", "workload", "least"),
-    [(everything, WORKLOAD, 0.95), (is_layer_output, WORKLOAD, 0.80), (is_logits, CLEAR, 0.0)],
-    ids=["all probes", "layer outputs", "logits only"],
-)
-def test_rate_of_named_faults(keep: Keep, workload: Workload, least: float) -> None:
-    found: dict[str, str] = {}
-    for fault in VISIBLE:
-        own = OTHER_WORKLOADS.get(fault.id, workload)
-        found[fault.id] = outcome(diagnosed(dump([fault], keep, own), own), fault)
-    rates, others = Counter(found.values()), {name: what for name, what in found.items() if what != "named"}
-    print(f"of {len(found)}: {dict(rates)}; not named: {others}")
+@pytest.mark.parametrize("level", LEVELS)
+def test_rate_of_named_faults(level: str) -> None:
+    found = on_all_cores(single, [(level, fault.id) for fault in VISIBLE])
+    rates, others = Counter(found.values()), {case: what for case, what in found.items() if what != "named"}
+    print(f"{level}: of {len(found)}: {dict(rates)}; not named: {others}")
     assert rates["wrong"] == 0, others
-    assert rates["named"] >= least * len(found), others
+    assert rates["named"] >= LEVELS[level][2] * len(found), others
 
 
 def test_layer_outputs_are_enough_for_a_coarse_fault() -> None:
@@ -159,24 +180,29 @@ def test_no_fault_no_diagnosis() -> None:
     assert (diagnosis.verdict, diagnosis.tried) == ("agrees", 0)
 
 
-def pairs(count: int) -> list[tuple[Fault, Fault]]:
+def pairs(count: int) -> list[Case]:
     """Seeded pairs of faults that first show at different places."""
     drawn, generator = [], random.Random(0)
     while len(drawn) < count:
         one, other = generator.sample([fault for fault in VISIBLE if fault.id not in OTHER_WORKLOADS], 2)
         if not set(one.first) & set(other.first):
-            drawn.append((one, other))
+            drawn.append((one.id, other.id))
     return drawn
 
 
+def both(case: Case) -> str:
+    faults = [CATALOGUE[fault_id] for fault_id in case]
+    diagnosis = diagnosed(dump(faults))
+    if is_named(diagnosis, *faults):
+        return "named"
+    return f"{diagnosis.verdict}: {[hypothesis.faults for hypothesis in diagnosis.explanations][:3]}"
+
+
+@pytest.mark.timeout(7200)
 def test_pairs_are_both_named() -> None:
     drawn = pairs(200 if IS_EXPLORING else 1)
-    missed = []
-    for pair in drawn:
-        diagnosis = diagnosed(dump(pair))
-        if not is_named(diagnosis, *pair):
-            explained = [hypothesis.faults for hypothesis in diagnosis.explanations]
-            missed.append((*(fault.id for fault in pair), diagnosis.verdict, explained[:3]))
+    found = on_all_cores(both, drawn) if IS_EXPLORING else {case: both(case) for case in drawn}
+    missed = {case: what for case, what in found.items() if what != "named"}
     print(f"{1 - len(missed) / len(drawn):.1%} of {len(drawn)} pairs named; missed: {missed}")
     assert len(missed) <= 0.2 * len(drawn), missed
 

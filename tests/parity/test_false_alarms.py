@@ -1,7 +1,7 @@
 """No false alarm: implementations that differ by rounding only are never called different.
 
 The same limits that detect the faults, in every view and at every level of dump. Profile `ci`: 100 workloads;
-`explore`: 1,000.
+`explore`: 1,000 in ten shards, which `-n` spreads over cores.
 """
 
 from collections import Counter
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import event, given, settings, target
+from hypothesis import event, given, seed, settings, target
 from hypothesis import strategies as st
 
 from parity.compare import compare, compare_exact
@@ -30,7 +30,8 @@ from reference.session import Session
 CONFIG = tiny()
 WEIGHTS = dict(synthetic_tensors(CONFIG))
 MAX_ACTIONS, MAX_TOKENS = 4, 40
-EXAMPLES = 1000 if settings.get_current_profile_name() == "explore" else 100
+# Of 100 workloads each, every shard with a seed of its own.
+SHARDS = 10 if settings.get_current_profile_name() == "explore" else 1
 MODELS = {dtype: ReferenceRunner(CONFIG, WEIGHTS, dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16)}
 # What a dump shows: everything, what leaves each layer, or the logits.
 LEVELS: dict[str, Callable[[str], bool]] = {
@@ -46,28 +47,31 @@ def reference(dtype: torch.dtype) -> ReferenceRunner:
     return MODELS[dtype]
 
 
-@pytest.mark.timeout(36 * EXAMPLES)
-@settings(max_examples=EXAMPLES)
-@given(
-    workload=workloads(CONFIG.text, MAX_ACTIONS, MAX_TOKENS),
-    control=st.sampled_from(CONTROLS),
-    dtype=st.sampled_from((torch.bfloat16, torch.float32)),
-    view=st.sampled_from(("pinpoint", "cascade")),
-    level=st.sampled_from(("all probes", "all probes", *LEVELS)),
-)
-def test_rounding_is_never_called_different(
-    workload: Workload, control: Fault, dtype: torch.dtype, view: View, level: str
-) -> None:
-    recorded = traced(ReferenceRunner(CONFIG, WEIGHTS, dtype, faults=(control,)), workload)
-    port = Trace([entry for entry in recorded.entries() if LEVELS[level](entry.name)])
-    comparison = compare(reference, port, dtype, workload, views=(view,))
-    target(comparison.worst_excess())
-    event(f"control: {control.id}")
-    event(f"level: {level}")
-    for reached in reached_by(workload):
-        event(f"reached: {reached}")
-    assert comparison.compared
-    assert not comparison.is_different, comparison.first
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_rounding_is_never_called_different(shard: int) -> None:
+    @seed(shard)
+    @settings(max_examples=100)
+    @given(
+        workload=workloads(CONFIG.text, MAX_ACTIONS, MAX_TOKENS),
+        control=st.sampled_from(CONTROLS),
+        dtype=st.sampled_from((torch.bfloat16, torch.float32)),
+        view=st.sampled_from(("pinpoint", "cascade")),
+        level=st.sampled_from(("all probes", "all probes", *LEVELS)),
+    )
+    def sweep(workload: Workload, control: Fault, dtype: torch.dtype, view: View, level: str) -> None:
+        recorded = traced(ReferenceRunner(CONFIG, WEIGHTS, dtype, faults=(control,)), workload)
+        port = Trace([entry for entry in recorded.entries() if LEVELS[level](entry.name)])
+        comparison = compare(reference, port, dtype, workload, views=(view,))
+        target(comparison.worst_excess())
+        event(f"control: {control.id}")
+        event(f"level: {level}")
+        for reached in reached_by(workload):
+            event(f"reached: {reached}")
+        assert comparison.compared
+        assert not comparison.is_different, comparison.first
+
+    sweep()
 
 
 def reached_by(workload: Workload) -> list[str]:
