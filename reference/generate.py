@@ -6,19 +6,23 @@ and the rest is taken back. What the model chooses at a place is a function of i
 text is the text without drafts, token for token, also when it is sampled; its distribution is the model's for the same
 reason.
 The draft layer draws with the same noise, which is why it is often right.
+
+Every token comes with its margin over the second best. Two runs of the same model in other dtypes, batches or kernels
+may part where a margin is within their rounding, and only there: `first_parting` finds the place.
 Source: text_model specification, section 17; design, "Determinism across machines".
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import inf
 from typing import Protocol
 
 from torch import Tensor
 
 from reference.errors import ConfigError
-from reference.sampling import GREEDY, Sampling, choose
+from reference.sampling import GREEDY, Sampling, choose, choose_with_margins
 from reference.session import DraftItem, StepItem
 
 
@@ -38,17 +42,65 @@ class Generator(Protocol):
 class Generation:
     """The new tokens of each request, and how often the draft at each place was tried and kept.
 
-    A draft counts as tried only if all before it in its round were kept.
+    A draft counts as tried only if all before it in its round were kept. `margins`: of each token, by how much it won
+    over the second best, in logits (for sampled ones in logits over temperature, with noise). They are no part of what
+    makes two generations equal: rounding changes them.
     """
 
     tokens: dict[str, list[int]]
     tried: tuple[int, ...]
     accepted: tuple[int, ...]
+    margins: dict[str, list[float]] = field(default_factory=dict, compare=False)
 
     @property
     def acceptance(self) -> tuple[float, ...]:
         """By place; 0 where nothing was tried."""
         return tuple(kept / count if count else 0.0 for kept, count in zip(self.accepted, self.tried, strict=True))
+
+    @property
+    def closest(self) -> Closest | None:
+        """The token that won by least; None where nothing was generated."""
+        places = [
+            Closest(request, index, margin)
+            for request, margins in self.margins.items()
+            for index, margin in enumerate(margins)
+        ]
+        return min(places, key=lambda place: place.margin, default=None)
+
+
+@dataclass(frozen=True)
+class Closest:
+    """New token `index` of a request, from 0, and its margin."""
+
+    request: str
+    index: int
+    margin: float
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where two generations of a request are first different: new token `index`, from 0.
+
+    None for a side that had ended. `margin`: the smaller of both sides'. The tokens behind it have nothing to do with
+    each other.
+    """
+
+    request: str
+    index: int
+    expected: int | None
+    actual: int | None
+    margin: float
+
+
+def first_parting(expected: Generation, actual: Generation, request: str) -> Parting | None:
+    """None where both have the same tokens."""
+    ours, theirs = expected.tokens[request], actual.tokens[request]
+    for index in range(max(len(ours), len(theirs))):
+        left, right = (tokens[index] if index < len(tokens) else None for tokens in (ours, theirs))
+        if left != right:
+            known = [side.margins[request][index : index + 1] for side in (expected, actual)]
+            return Parting(request, index, left, right, min((value for one in known for value in one), default=inf))
+    return None
 
 
 def generate(
@@ -73,7 +125,7 @@ def generate(
     rounds.prefill(prompts)
     while rounds.live():
         rounds.run()
-    return Generation(rounds.tokens, tuple(rounds.tried), tuple(rounds.accepted))
+    return Generation(rounds.tokens, tuple(rounds.tried), tuple(rounds.accepted), rounds.margins)
 
 
 class _Rounds:
@@ -88,13 +140,14 @@ class _Rounds:
         self.session, self.sampling = session, sampling
         self.max_new_tokens, self.draft_depth, self.stop_ids = max_new_tokens, draft_depth, frozenset(stop_ids)
         self.tokens: dict[str, list[int]] = {}
+        self.margins: dict[str, list[float]] = {}
         self.tried, self.accepted = [0] * draft_depth, [0] * draft_depth
 
     def prefill(self, prompts: Mapping[str, Sequence[int]]) -> None:
         items = [StepItem(name, tuple(ids), "prefill") for name, ids in prompts.items()]
         logits = self.session.step(items, last_only=True)
         for name, ids in prompts.items():
-            self.tokens[name] = choose(logits[name], [len(ids)], self._of(name))
+            self.tokens[name], self.margins[name] = choose_with_margins(logits[name], [len(ids)], self._of(name))
 
     def live(self) -> list[str]:
         return [
@@ -131,7 +184,7 @@ class _Rounds:
     def _keep(self, name: str, drafts: list[int], logits_TW: Tensor) -> None:
         """The drafts that the model chooses too, and the token it chooses behind them."""
         end = self.session.length(name)
-        chosen = choose(logits_TW, range(end - len(drafts), end + 1), self._of(name))
+        chosen, margins = choose_with_margins(logits_TW, range(end - len(drafts), end + 1), self._of(name))
         kept = 0
         while kept < len(drafts) and drafts[kept] == chosen[kept]:
             kept += 1
@@ -142,6 +195,7 @@ class _Rounds:
         stops = [place for place, token in enumerate(new) if token in self.stop_ids]
         new = new[: stops[0] + 1] if stops else new
         self.tokens[name] += new
+        self.margins[name] += margins[: len(new)]
         # The newest token is not stepped yet; drafts behind it go back.
         if surplus := len(drafts) + 1 - len(new):
             self.session.truncate(name, end - surplus)

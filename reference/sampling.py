@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch import Tensor
@@ -42,14 +43,36 @@ GREEDY = Sampling()
 
 
 def choose(logits_TW: Tensor, positions: Sequence[int], sampling: Sampling = GREEDY) -> list[int]:
-    """The token of each row; row t is for the token at absolute position `positions[t]`. Computed in float64."""
+    """The token of each row; row t is for the token at absolute position `positions[t]`."""
+    return contest(logits_TW, positions, sampling).argmax(dim=-1).tolist()
+
+
+def choose_with_margins(
+    logits_TW: Tensor, positions: Sequence[int], sampling: Sampling = GREEDY
+) -> tuple[list[int], list[float]]:
+    """As `choose`; and by how much each token won over the second best, in the unit of `contest`.
+
+    0 is an exact tie; infinite where there was no second one. A token that another implementation, dtype or batch
+    chooses otherwise by rounding alone has a margin within that rounding.
+    """
+    contest_TW = contest(logits_TW, positions, sampling)
+    if contest_TW.shape[1] < 2:
+        margins = [inf] * len(contest_TW)
+    else:
+        best_T2 = contest_TW.topk(2, dim=-1).values.to(torch.float64)
+        margins = (best_T2[:, 0] - best_T2[:, 1]).tolist()
+    return contest_TW.argmax(dim=-1).tolist(), margins
+
+
+def contest(logits_TW: Tensor, positions: Sequence[int], sampling: Sampling = GREEDY) -> Tensor:
+    """[T, W], of which the largest wins: the logits themselves, or float64 scaled logits with noise, -inf outside."""
     if sampling.temperature == 0.0:
-        return logits_TW.argmax(dim=-1).tolist()
+        return logits_TW
     scaled_TW = logits_TW.to(torch.float64) / sampling.temperature
     if sampling.top_p < 1.0:
         scaled_TW = scaled_TW.masked_fill(~nucleus(scaled_TW.softmax(-1), sampling.top_p), float("-inf"))
     positions_T = torch.tensor(positions, dtype=torch.int64, device=logits_TW.device)
-    return (scaled_TW + gumbel(sampling.seed, positions_T, logits_TW.shape[1])).argmax(dim=-1).tolist()
+    return scaled_TW + gumbel(sampling.seed, positions_T, logits_TW.shape[1])
 
 
 def nucleus(probabilities_TW: Tensor, top_p: float) -> Tensor:
