@@ -8,7 +8,7 @@ ones, so that what follows is computed from the trace's own inputs: that isolate
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -182,19 +182,32 @@ class ChoiceReplay:
         assert scores_name is not None
         for row in different.nonzero().flatten().tolist():
             scores = self._scores[scores_name][indices[row]].to(torch.float64)
-            mine, other = set(ours[row].tolist()) - {-1}, set(theirs[row].tolist()) - {-1}
-            lost, won = sorted(mine - other), sorted(other - mine)
-            position, occurrence = keys[row]
-            gap = score_gap(scores, lost, won)
-            scale = float(scores[scores.isfinite()].norm())
-            score = float(scores[lost].max()) if lost else float("nan")
             self.exchanges.append(
-                Exchange(name, request, position, occurrence, tuple(lost), tuple(won), gap, scale, score)
+                exchange_of(name, request, keys[row], ours[row].tolist(), theirs[row].tolist(), scores)
             )
+
+
+def exchange_of(
+    name: str, request: str, key: RowKey, expected: Iterable[int], actual: Iterable[int], scores_S: Tensor | None
+) -> Exchange:
+    """One row's choices, -1 for none. `scores_S`: those of the expected side, None if they are not known."""
+    ours, theirs = set(expected) - {-1}, set(actual) - {-1}
+    lost, won = sorted(ours - theirs), sorted(theirs - ours)
+    gap, scale, score = math.inf, 0.0, math.nan  # without scores nothing says that the two were close
+    if scores_S is not None:
+        scores_S = scores_S.to(torch.float64)
+        gap, scale = score_gap(scores_S, lost, won), float(scores_S[scores_S.isfinite()].norm())
+        score = float(scores_S[lost].max()) if _exist(lost, scores_S) else math.nan
+    return Exchange(name, request, *key, tuple(lost), tuple(won), gap, scale, score)
 
 
 def score_gap(scores: Tensor, lost: list[int], won: list[int]) -> float:
     """How far the worst exchange of `lost` for `won` is from a tie; infinite for other numbers or unknown keys."""
-    if len(lost) != len(won) or not lost or max(won) >= len(scores):
-        return float("inf")
+    if len(lost) != len(won) or not _exist(lost, scores) or not _exist(won, scores):
+        return math.inf
     return float(scores[lost].max() - scores[won].min())
+
+
+def _exist(ids: Sequence[int], scores: Tensor) -> bool:
+    """Whether there are any, and each has a score; a dump may say -7."""
+    return bool(ids) and min(ids) >= 0 and max(ids) < len(scores)

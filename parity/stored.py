@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import inf, nan
+from math import inf
 from typing import Protocol
 
 import torch
@@ -25,7 +25,7 @@ from parity.end_to_end import actions_of
 from parity.findings import ChoiceResult, ChoiceVerdict, Comparison, Place, ProbeResult, StepResult, Verdict, by_step
 from parity.golden_causes import Cause
 from parity.golden_file import ChoiceTable, ValueTable
-from parity.replay import Exchange, score_gap
+from parity.replay import exchange_of
 from parity.router_order import ids_of_weights, in_order_of_ids
 from parity.schema import dataflow_key, decided_by, spec_of
 from parity.statistics import PartialResult
@@ -145,24 +145,24 @@ class StoredJudge:
         different = (expected_RK.sort(-1).values != actual_RK.sort(-1).values).any(-1).nonzero().flatten().tolist()
         if not different:
             return
-        scores_name = str(decided_by(name))
-        has_scores = self._tables.has(scores_name, request)
-        scores = self._tables.values(scores_name, request).truth if has_scores else None
+        scores = self._scores_of(name, request)
         row_of = {key: row for row, key in enumerate(choices.keys)}
         actions = actions_of(self._expected.trace, name, request)
-        for position, occurrence in (keys[row] for row in different):
-            row = row_of[position, occurrence]
-            ours, theirs = (
-                set(side_RK[keys.index((position, occurrence))].tolist()) - {-1} for side_RK in (expected_RK, actual_RK)
+        for common in different:
+            key = keys[common]
+            exchange = exchange_of(
+                name, request, key, expected_RK[common].tolist(), actual_RK[common].tolist(), scores.get(key)
             )
-            lost, won = sorted(ours - theirs), sorted(theirs - ours)
-            # Without scores nothing says that the two were close.
-            gap, scale = _gap(scores[row], lost, won) if scores is not None else (float("inf"), 0.0)
-            best = float(scores[row][lost].max()) if scores is not None and _are_ids(lost) else nan
-            exchange = Exchange(name, request, position, occurrence, tuple(lost), tuple(won), gap, scale, best)
-            noise = self._element_limit * float(choices.margin_noises[row])
-            action = actions[position, occurrence]
-            yield ChoiceResult(exchange, "cascade", noise, _choice_verdict(gap, noise), action)
+            noise = self._element_limit * float(choices.margin_noises[row_of[key]])
+            yield ChoiceResult(exchange, "cascade", noise, _choice_verdict(exchange.gap, noise), actions[key])
+
+    def _scores_of(self, name: str, request: str) -> Mapping[RowKey, Tensor]:
+        """The expected side's scores of a choice, row by row, where it has them."""
+        scores_name = str(decided_by(name))
+        if not self._tables.has(scores_name, request):
+            return {}
+        table = self._tables.values(scores_name, request)
+        return dict(zip(table.keys, table.truth, strict=True))
 
     def _unshown(self, name: str) -> Iterable[Cause]:
         for request in self._tables.requests(name):
@@ -283,14 +283,6 @@ def has_order(trace: Trace, name: str, request: str) -> bool:
 def _is_choice(name: str) -> bool:
     spec = spec_of(name)
     return spec is not None and spec.kind == "choice"
-
-
-def _gap(scores_S: Tensor, lost: list[int], won: list[int]) -> tuple[float, float]:
-    """How far the two choices are from a tie, and the norm of the row, in score units."""
-    scores_S = scores_S.to(torch.float64)
-    # What no key has, such as -7, is no exchange; neither is one key twice.
-    gap = score_gap(scores_S, lost, won) if min([*lost, *won], default=-1) >= 0 else float("inf")
-    return gap, float(scores_S[scores_S.isfinite()].norm())
 
 
 def _choice_verdict(gap: float, noise: float) -> ChoiceVerdict:

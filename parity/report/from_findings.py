@@ -8,11 +8,15 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from math import inf, isfinite
 from typing import TYPE_CHECKING
+
+import torch
 
 from parity.detail import Detail
 from parity.findings import ChoiceResult, Comparison, ProbeResult, StepResult
 from parity.findings import Place as FoundPlace
+from parity.replay import Exchange
 from parity.report.evidence import Choice, Number, Partial, Place, Row, Step, layer_group
 from parity.report.records import FaultFinding, Report, ReportVerdict, Totals, Tried, TriedVerdict
 from parity.schema import dataflow_key

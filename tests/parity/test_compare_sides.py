@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -112,6 +113,30 @@ def test_a_choice_without_scores_is_no_near_tie(dumps: Path) -> None:
     found = compare_dumps(right, other, torch.bfloat16)
     assert {choice.verdict for choice in found.choices} == {"flip"}
     assert {choice.exchange.gap for choice in found.choices} == {float("inf")}
+
+
+def test_c20_the_gap_of_a_choice_is_told_in_steps_of_the_dtype(dumps: Path, tmp_path: Path) -> None:
+    """Against a golden and against another dump; the step is that at the better score."""
+    ids, scores = "layers.1.ffn.router.expert_ids", "layers.1.ffn.router.choice"
+    right = open_trace(dumps / "right")
+    order_TE = right.of(scores, "a")[0].source.load()[:1].argsort(-1, descending=True)
+    best, last = int(order_TE[0, 0]), int(order_TE[0, -1])
+
+    def swap(name: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {name: value.masked_fill(value == best, last) if name == ids else value}
+
+    write_trace(tmp_path / "swapped", edited(right, swap), torch.bfloat16, workload=GOLDEN.workload)
+    for expected, verdict in (("tiny", "flip"), (dumps / "right", "near tie")):  # what is derived allows more
+        result = run("compare", expected, tmp_path / "swapped", "--json", tmp_path / "r.json")
+        records = [json.loads(line) for line in (tmp_path / "r.json").read_text().splitlines()]
+        choice = next(record for record in records if record["record"] == "choice")
+        assert choice["place"] == {"request": "a", "position": 0, "occurrence": 0}
+        top, bottom = right.of(scores, "a")[0].source.load()[0, order_TE[0]].double()[[0, -1]].tolist()
+        step = 2.0 ** (math.floor(math.log2(top)) - 7)
+        assert choice["gap_ulps"] == pytest.approx((top - bottom) / step, rel=1e-2)
+        assert choice["verdict"] == verdict
+        if verdict == "flip":
+            assert " ulps of bfloat16), noise " in result.output.splitlines()[0]
 
 
 def test_numbers_that_no_engine_should_write_are_different_and_not_a_crash(dumps: Path) -> None:
