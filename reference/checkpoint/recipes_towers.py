@@ -55,7 +55,7 @@ def _vision(tensor: ExpectedTensor, config: NoteConfig, seed: int, gains: NDArra
     stream = norm_mean(seed, f"{VISION}patch_embed.norm")
     if name.endswith("router_bias"):
         return RouterBias()
-    if name.endswith(("q_norm", "k_norm")):
+    if name.endswith((".q_norm", ".k_norm")):
         return NormWeight(QK_MEAN)
     if name.startswith(f"{VISION}adapter"):
         before = _behind(seed, f"{VISION}adapter.ln_q", fan_in, NORM_BIAS)

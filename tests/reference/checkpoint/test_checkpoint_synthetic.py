@@ -82,6 +82,15 @@ def test_norm_weights_are_positive_small_and_unequal_within_every_pair(config: N
     assert 0.3 < max(means) < 0.5
 
 
+def test_only_query_and_key_norms_of_the_vision_tower_sharpen_attention():
+    """`post_trunk_norm` ends in `k_norm` too: it has the small mean of the other norms."""
+    config = tiny_with_towers()
+    for tensor in expected_tensors(config).values():
+        if tensor.bucket == "vision" and tensor.name.endswith("norm.weight"):
+            is_sharp = tensor.name.split(".")[-2] in ("q_norm", "k_norm")
+            assert (float(synthetic_tensor(tensor, config).double().mean()) > 1.0) == is_sharp, tensor.name
+
+
 def test_router_biases_are_distinct_in_float32_and_not_in_bfloat16():
     tensor = expected_tensors(released())["model.layers.7.mlp.gate.e_score_correction_bias"]
     bias = synthetic_tensor(tensor, released())
