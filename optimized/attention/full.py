@@ -15,7 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from optimized.attention.front import Back, Front, LayerContext, absorbed_rows, expanded_keys, finish, gated, project
+from optimized.attention.front import (
+    Back,
+    Front,
+    LayerContext,
+    absorbed_queries,
+    absorbed_rows,
+    expanded_keys,
+    finish,
+    gated,
+    project,
+)
 from optimized.attention.shown import ShownSelection, keys_of_bits
 from optimized.step import DeviceStep, FullGroup, KeyGroup, PagedRows, RowBlock
 from reference.probe import is_observed
@@ -34,7 +44,7 @@ class FullPools:
 def full_attention(x_TD: Tensor, layer: LayerContext, pools: FullPools, step: DeviceStep) -> Tensor:
     """[T, D] from the normed layer input; `step` must have pages."""
     assert step.pages is not None
-    front = project(x_TD, layer, pools.latent, step.pages.page_slot_T, pools.index_key)
+    front = project(x_TD, layer, pools.latent, step.pages.page_slot_T, pools.index_key, step.decode_rows)
     core = _FullCore(layer, pools, step, step.pages, front)
     groups = [step.pages.decode] if step.pages.decode else []
     parts = [part for group in (*groups, *step.pages.prefill) for part in core.of_group(group)]
@@ -60,6 +70,7 @@ class _FullCore:
     def _absorbed(self, group: FullGroup[Tensor], block: RowBlock[Tensor]) -> Back:
         rows, geometry = slice(block.start, block.stop), self.layer.geometry
         positions_T = self.step.positions_T[rows]
+        q_THL = absorbed_queries(rows, self.front, self.layer)
         scores_TS = self._scores(group, block)
         if group.selects:
             selected_TK = self.layer.ops.select_keys(scores_TS, positions_T, self.topk)
@@ -68,7 +79,7 @@ class _FullCore:
         if self.shown:
             self.shown.add(positions_T, scores_TS, selected_TK)
         attended_THC = self.layer.ops.sparse_attention(
-            self.layer.ops.absorb_queries(self.front.q_THX[rows], self.layer.weights.w_uk_HNC),
+            q_THL,
             self.pools.latent,
             selected_TK,
             self.pages.block_table_BP,

@@ -9,7 +9,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from optimized.attention.front import Back, LayerContext, absorbed_rows, expanded_keys, finish, gated, project
+from optimized.attention.front import (
+    Back,
+    LayerContext,
+    absorbed_queries,
+    absorbed_rows,
+    expanded_keys,
+    finish,
+    gated,
+    project,
+)
 from optimized.step import DeviceStep
 
 # T tokens  D model
@@ -19,11 +28,11 @@ def sliding_attention(x_TD: Tensor, layer: LayerContext, ring_pool: Tensor, step
     """[T, D] from the normed layer input; `step` says which rings its rows belong to."""
     geometry, ops, ring = layer.geometry, layer.ops, step.ring
     window, scale, C = layer.config.sliding_window_size, geometry.softmax_scale, geometry.kv_lora_rank
-    front = project(x_TD, layer, ring_pool, ring.ring_slot_T)
+    front = project(x_TD, layer, ring_pool, ring.ring_slot_T, absorbed=step.decode_rows)
     parts: list[Back] = []
     if step.decode_rows:
         rows = slice(0, step.decode_rows)
-        q_THL = ops.absorb_queries(front.q_THX[rows], layer.weights.w_uk_HNC)
+        q_THL = absorbed_queries(rows, front, layer)
         attended_THC = ops.ring_attention(q_THL, ring_pool, ring.ring_T[rows], step.positions_T[rows], window, scale, C)
         parts.append(absorbed_rows(rows, front, attended_THC, layer))
     for group in ring.prefill:

@@ -5,8 +5,9 @@ rotate_queries_:  pairs (2j, 2j+1) of the last R lanes of a head, and of the fir
 absorb_queries:   q[t, h] = [ q_nope[t, h] W_UK[h] | q_rope[t, h] ]      so that q · [kv_latent | k_rope] is the score
 
 Absorbing is one product a head: a program makes a [BLOCK_T, BLOCK_C] tile of one head, so that a decode step reads W_UK
-once, from all processors. The copy of the rope lanes, and on demand their rotation, rides along. Sums are float32,
-one rounding. Tokens and heads may lie apart (any strides), lanes are dense.
+once, from all processors. The copy of the rope lanes, and on demand their rotation, rides along, as does the rotation
+of the index queries, in further programs: a decode step rotates without a launch of its own. Sums are float32, one
+rounding. Tokens and heads may lie apart (any strides), lanes are dense.
 
 H200, bfloat16, inside a CUDA graph, weights cold, absorb_queries with rotation at T = 1 / 16 / 64 / 256: full layers
 6.5 / 6.9 / 8.8 / 27 µs, sliding 8.6 / 8.8 / 11 / 30 µs. At 256 tokens the output (38 MB) is most of the traffic.
@@ -69,17 +70,32 @@ def _rotate_queries_kernel(
 
 
 @triton.jit
-def _absorb_kernel(
-    q, weight, cos_sin, out, T, N, C, R, q_token, q_head, weight_head, weight_row, cos_sin_row, out_token, out_head,
+def _rotated_tokens(
+    pointer, token_stride, cos_sin, cos_sin_row, token_T, T, R, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr
+):
+    """The R lanes from `pointer` in a block of tokens, each by its token's angles; float32 [BLOCK_T, BLOCK_R]."""
+    is_token_T1 = (token_T < T)[:, None]
+    lane_1R = tl.arange(0, BLOCK_R)[None, :]
+    x_TR = tl.load(pointer + token_T[:, None] * token_stride + lane_1R, mask=is_token_T1 & (lane_1R < R), other=0)
+    x_TR = x_TR.to(tl.float32)
+    if cos_sin is not None:
+        pair_1P = tl.arange(0, BLOCK_R // 2)[None, :]
+        pointers_TP = cos_sin + token_T[:, None] * cos_sin_row + pair_1P
+        cos_TP, sin_TP = angle_parts(pointers_TP, R // 2, is_token_T1 & (pair_1P < R // 2))
+        x_TR = rotated(x_TR, cos_TP, sin_TP, BLOCK_T, BLOCK_R // 2)
+    return x_TR
+
+
+@triton.jit
+def _absorb_head(
+    q, weight, cos_sin, out, token_T, T, N, C, R, q_token, weight_row, cos_sin_row, out_token,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(2).to(tl.int64)
-    token_T = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    """A block of tokens and latent lanes of the head that `q`, `weight` and `out` point to."""
     lane_C = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     is_token_T1 = (token_T < T)[:, None]
-    q_T1 = q + token_T[:, None] * q_token + head * q_head
-    out_T1 = out + token_T[:, None] * out_token + head * out_head
-    weight += head * weight_head
+    q_T1 = q + token_T[:, None] * q_token
+    out_T1 = out + token_T[:, None] * out_token
 
     sums_TC = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
     for start in range(0, N, BLOCK_N):
@@ -94,15 +110,33 @@ def _absorb_kernel(
     tl.store(out_T1 + lane_C[None, :], round_to(sums_TC, out), mask=is_token_T1 & (lane_C < C)[None, :])
 
     if tl.program_id(1) == 0:
-        lane_R = tl.arange(0, BLOCK_R)
-        inside_TR = is_token_T1 & (lane_R < R)[None, :]
-        rope_TR = tl.load(q_T1 + N + lane_R[None, :], mask=inside_TR, other=0).to(tl.float32)
-        if cos_sin is not None:
-            pair_P = tl.arange(0, BLOCK_R // 2)
-            pointers_TP = cos_sin + token_T[:, None] * cos_sin_row + pair_P[None, :]
-            cos_TP, sin_TP = angle_parts(pointers_TP, R // 2, is_token_T1 & (pair_P < R // 2)[None, :])
-            rope_TR = rotated(rope_TR, cos_TP, sin_TP, BLOCK_T, BLOCK_R // 2)
-        tl.store(out_T1 + C + lane_R[None, :], round_to(rope_TR, out), mask=inside_TR)
+        rope_TR = _rotated_tokens(q + N, q_token, cos_sin, cos_sin_row, token_T, T, R, BLOCK_T, BLOCK_R)
+        lane_1R = tl.arange(0, BLOCK_R)[None, :]
+        tl.store(out_T1 + C + lane_1R, round_to(rope_TR, out), mask=is_token_T1 & (lane_1R < R))
+
+
+@triton.jit
+def _absorb_kernel(
+    q, weight, cos_sin, out, index_query, T, H, N, C, R, index_heads, q_token, q_head, weight_head, weight_row,
+    cos_sin_row, out_token, out_head, index_token, index_head,
+    BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(2).to(tl.int64)
+    token_T = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    if head < H:
+        _absorb_head(
+            q + head * q_head, weight + head * weight_head, cos_sin, out + head * out_head, token_T, T, N, C, R,
+            q_token, weight_row, cos_sin_row, out_token, BLOCK_T, BLOCK_C, BLOCK_N, BLOCK_R, WIDEN,
+        )  # fmt: skip
+    elif index_query is not None:
+        rotated_head = (head - H) * tl.num_programs(1) + tl.program_id(1)
+        # A program behind the last head has no tokens.
+        tokens = tl.where(rotated_head < index_heads, T, 0)
+        index_query += rotated_head * index_head
+        x_TR = _rotated_tokens(index_query, index_token, cos_sin, cos_sin_row, token_T, tokens, R, BLOCK_T, BLOCK_R)
+        lane_1R = tl.arange(0, BLOCK_R)[None, :]
+        pointers_TR = index_query + token_T[:, None] * index_token + lane_1R
+        tl.store(pointers_TR, round_to(x_TR, index_query), mask=(token_T < tokens)[:, None] & (lane_1R < R))
 
 
 class AbsorbTiles(NamedTuple):
@@ -149,13 +183,7 @@ def rotate_queries_triton_(q_THX: Tensor, cos_sin_TR: Tensor, index_query_TIJ: T
     """
     T, R = _check_queries(q_THX, cos_sin_TR)
     _, H, X = q_THX.shape
-    index_heads, index_token, index_head = 0, 0, 0
-    if index_query_TIJ is not None:
-        check_tensor("index_query", index_query_TIJ, (T, None, None), q_THX.dtype)
-        _, index_heads, J = index_query_TIJ.shape
-        index_token, index_head, _ = index_query_TIJ.stride()
-        if R > J:
-            raise KernelInputError(f"expected index_query with at least the {R} lanes of cos_sin, found {J}")
+    index_heads, index_token, index_head = _check_index_queries(index_query_TIJ, T, R, q_THX.dtype)
     block = tile(H, largest=32)
     query_blocks = triton.cdiv(H, block)
     _rotate_queries_kernel[(T, query_blocks + triton.cdiv(index_heads, block))](
@@ -165,7 +193,12 @@ def rotate_queries_triton_(q_THX: Tensor, cos_sin_TR: Tensor, index_query_TIJ: T
     )  # fmt: skip
 
 
-def absorb_queries_torch(q_THX: Tensor, w_uk_HNC: Tensor, cos_sin_TR: Tensor | None = None) -> Tensor:
+def absorb_queries_torch(
+    q_THX: Tensor, w_uk_HNC: Tensor, cos_sin_TR: Tensor | None = None, index_query_TIJ: Tensor | None = None
+) -> Tensor:
+    if index_query_TIJ is not None and cos_sin_TR is not None:
+        R = cos_sin_TR.shape[1]
+        index_query_TIJ[..., :R] = rotate_torch(index_query_TIJ[..., :R], cos_sin_TR)
     wide = torch.promote_types(q_THX.dtype, torch.float32)
     N = w_uk_HNC.shape[1]
     latent_THC = torch.einsum("thn,hnc->thc", q_THX[..., :N].to(wide), w_uk_HNC.to(wide)).to(q_THX.dtype)
@@ -173,11 +206,14 @@ def absorb_queries_torch(q_THX: Tensor, w_uk_HNC: Tensor, cos_sin_TR: Tensor | N
     return torch.cat((latent_THC, rope_THR if cos_sin_TR is None else rotate_torch(rope_THR, cos_sin_TR)), dim=-1)
 
 
-def absorb_queries_triton(q_THX: Tensor, w_uk_HNC: Tensor, cos_sin_TR: Tensor | None = None) -> Tensor:
+def absorb_queries_triton(
+    q_THX: Tensor, w_uk_HNC: Tensor, cos_sin_TR: Tensor | None = None, index_query_TIJ: Tensor | None = None
+) -> Tensor:
     """Queries that meet latents: [q_nope W_UK | q_rope].
 
     q_THX: [nope N | rope R] a head, float32 or bfloat16, only read; w_uk_HNC: the same dtype.
     cos_sin_TR: float32, [cos R/2 | sin R/2]: the rope lanes are rotated on the way. None: they are rotated already.
+    index_query_TIJ: the same dtype, only with cos_sin: the first R lanes of its heads are rotated too, in place.
     Returns q_THL in that dtype, dense, L = C + R.
     Raises: KernelInputError for another shape, dtype or a last dim that is not dense.
     """
@@ -187,9 +223,14 @@ def absorb_queries_triton(q_THX: Tensor, w_uk_HNC: Tensor, cos_sin_TR: Tensor | 
     check_tensor("w_uk", w_uk_HNC, (H, N, C), q_THX.dtype)
     out_THL = torch.empty(T, H, C + R, dtype=q_THX.dtype, device=q_THX.device)
     tiles = absorb_tiles(T, N, C, widen(q_THX.dtype))
-    _absorb_kernel[(triton.cdiv(T, tiles.tokens), triton.cdiv(C, tiles.latents), H)](
-        q_THX, w_uk_HNC, cos_sin_TR, out_THL, T, N, C, R, *q_THX.stride()[:2], *w_uk_HNC.stride()[:2],
-        0 if cos_sin_TR is None else cos_sin_TR.stride(0), *out_THL.stride()[:2],
+    latent_blocks = triton.cdiv(C, tiles.latents)
+    if index_query_TIJ is not None and cos_sin_TR is None:
+        raise KernelInputError("expected cos_sin with index_query, which is rotated by it, found none")
+    index_heads, index_token, index_head = _check_index_queries(index_query_TIJ, T, R, q_THX.dtype)
+    _absorb_kernel[(triton.cdiv(T, tiles.tokens), latent_blocks, H + triton.cdiv(index_heads, latent_blocks))](
+        q_THX, w_uk_HNC, cos_sin_TR, out_THL, index_query_TIJ, T, H, N, C, R, index_heads,
+        *q_THX.stride()[:2], *w_uk_HNC.stride()[:2],
+        0 if cos_sin_TR is None else cos_sin_TR.stride(0), *out_THL.stride()[:2], index_token, index_head,
         BLOCK_T=tiles.tokens, BLOCK_C=tiles.latents, BLOCK_N=tiles.nope, BLOCK_R=tile(R), WIDEN=widen(q_THX.dtype),
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
@@ -207,3 +248,14 @@ def _check_queries(q_THX: Tensor, cos_sin_TR: Tensor | None, nope: int = 0) -> t
     if R % 2 or not 0 < R <= X:
         raise KernelInputError(f"expected q with an even number of rope lanes, found {R} of the {X} lanes of a head")
     return T, R
+
+
+def _check_index_queries(index_query_TIJ: Tensor | None, T: int, R: int, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Heads, and the strides of tokens and heads; zeros without index queries."""
+    if index_query_TIJ is None:
+        return 0, 0, 0
+    check_tensor("index_query", index_query_TIJ, (T, None, None), dtype)
+    _, index_heads, J = index_query_TIJ.shape
+    if R > J:
+        raise KernelInputError(f"expected index_query with at least the {R} lanes of cos_sin, found {J}")
+    return index_heads, index_query_TIJ.stride(0), index_query_TIJ.stride(1)

@@ -98,6 +98,23 @@ def test_rotating_on_the_way_equals_rotating_before(dtype):
     assert torch.equal(before[..., :12], q[..., :12])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("T", "H", "heads", "C"), [(0, 2, 9, 16), (1, 2, 9, 16), (17, 1, 1, 5), (3, 6, 7, 300)])
+def test_index_queries_rotate_on_the_way(dtype, T, H, heads, C):
+    """As many programs as it takes for all heads, whatever the number of latent blocks; nothing else is written."""
+    q, w_uk, index_query = draws(dtype, (T, H, 20), (H, 12, C), (T, heads, 11))
+    cos_sin, expected, inside = angles_of(T, 8), index_query.clone(), surrounded(index_query)
+    out = absorb_queries_triton(q, w_uk, cos_sin, inside)
+    assert_same_bytes(out, absorb_queries_triton(q, w_uk, cos_sin))
+    rotate_queries_triton_(q.clone(), cos_sin, expected)
+    assert torch.equal(inside, expected)
+    assert inside._base.isnan().sum() == inside._base.numel() - inside.numel()
+    twin_query = index_query.clone()
+    absorb_queries_torch(q, w_uk, cos_sin, twin_query)
+    rotate_queries_torch_(q, cos_sin, index_query)
+    assert torch.equal(twin_query, index_query)
+
+
 def test_same_bytes_and_no_row_reaches_another():
     q, w_uk = draws(torch.bfloat16, (4, 6, 20), (6, 12, 16))
     cos_sin = angles_of(4, 8)
@@ -121,6 +138,8 @@ def test_wrong_input_is_named():
         absorb_queries_triton(q[..., :19], w_uk)
     with pytest.raises(KernelInputError, match="index_query"):
         rotate_queries_triton_(q, angles_of(2, 8), q[..., :7])
+    with pytest.raises(KernelInputError, match="cos_sin with index_query"):
+        absorb_queries_triton(q, w_uk, None, q)
 
 
 @settings(max_examples=8)
