@@ -26,7 +26,7 @@ from parity.tolerance import DRAWS, EXACT_LIMIT, FALSE_ALARM_RATE, row_errors
 from parity.trace import Trace, common_rows
 from parity.workload import Workload
 
-Coverage = Literal["all probes", "layer outputs", "logits only"]
+Coverage = Literal["all probes", "layer outputs", "some probes", "logits only"]
 # Builds the reference in a dtype with some faults.
 FaultyReference = Callable[[torch.dtype, Sequence[Fault]], ReferenceRunner]
 # How many faults that explain a part are tried together with others when no single one explains everything.
@@ -131,11 +131,13 @@ def diagnose(
 
 
 def coverage_of(candidate: Trace) -> Coverage:
-    """How much a trace shows."""
+    """How much a trace shows; "some probes": neither the insides of attention nor what leaves the layers."""
     patterns = {pattern_of(name) for name in candidate.names()}
     if "layers.{i}.attn.core" in patterns or "layers.{i}.attn.q_latent" in patterns:
         return "all probes"
-    return "layer outputs" if "layers.{i}.output" in patterns else "logits only"
+    if "layers.{i}.output" in patterns:
+        return "layer outputs"
+    return "logits only" if patterns <= {"logits", "mtp.{s}.logits"} else "some probes"
 
 
 def _rounds(catalogue: Sequence[Fault], before: Comparison, coverage: Coverage) -> Iterable[list[Fault]]:

@@ -167,6 +167,7 @@ def test_c20_a_flip_names_the_experts_and_its_margin_in_steps_of_the_dtype() -> 
     trace = only(port.trace(CATALOGUE["router_bf16"], dtype=BFLOAT16), lambda name: name in router)
     routers = [fault for fault in CATALOGUE.values() if "router" in fault.id]
     diagnosis = port.diagnosed(trace, routers, BFLOAT16)
+    assert diagnosis.coverage == "some probes", "neither logits nor what leaves a layer was recorded"
     flips = [choice for choice in diagnosis.before.choices if choice.verdict == "flip"]
     assert [choice.exchange.position for choice in flips] == [0, 1, 2, 3]
     for choice in flips:

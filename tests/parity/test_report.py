@@ -319,8 +319,9 @@ def test_unknown_is_an_answer_with_the_place(diagnosed: Report) -> None:
     text = printed(print_diagnosis, replace(diagnosed, fault=unknown))
     assert "fault: unknown. 12 hypotheses were applied to the reference; none explains the difference" in text
     assert "layers.0.attn.k_rope_unrotated, computed from recorded inputs, is the first that differs" in text
-    blind = printed(print_diagnosis, replace(diagnosed, fault=replace(unknown, coverage="logits only")))
-    assert "only logits were recorded" in blind
+    for coverage, told in (("logits only", "only logits were recorded"), ("some probes", "only some tensors were")):
+        blind = printed(print_diagnosis, replace(diagnosed, fault=replace(unknown, coverage=coverage)))
+        assert told in blind
 
 
 # Files
