@@ -26,7 +26,7 @@ from parity.report.tables import (
 _HIDDEN = {
     "all probes": "",
     "layer outputs": "only the outputs of layers were recorded: the fault is inside that layer, or in what it reads",
-    "some probes": "only some tensors were recorded: the fault is in what computes the first that differs, or before it",
+    "some probes": "only some tensors were recorded: the fault is where the first that differs is computed, or before",
     "logits only": "only logits were recorded: the fault can be anywhere before them",
 }
 
