@@ -182,7 +182,7 @@ def common_rows(expected: Table, actual: Table) -> tuple[Tensor, Tensor, tuple[R
 
 
 class TraceRecorder:
-    """A probe listener that keeps a clone of every tensor whose name matches one of the globs.
+    """A probe listener that keeps a clone, in host memory, of every tensor whose name matches one of the globs.
 
     `action` is set by whoever runs the workload.
     """
@@ -196,7 +196,7 @@ class TraceRecorder:
     def observe(self, name: str, value: Tensor, rows: Rows | None) -> Tensor:
         if rows is not None and any(fnmatch.fnmatchcase(name, pattern) for pattern in self._patterns):
             positions = tuple(rows.positions.tolist())
-            clone = InMemory(value.detach().clone())
+            clone = InMemory(value.detach().to("cpu", copy=True))
             self.keep(Entry(name, rows.request, self.action, rows.kind, positions, clone))
         return value
 
