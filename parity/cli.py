@@ -110,16 +110,26 @@ def inspect(
 @app.command()
 def synthetic(
     target: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to write.")],
-    config: Annotated[str, typer.Option(metavar="tiny|released|CONFIG.json", help="The model's sizes.")] = "tiny",
+    config: Annotated[
+        str,
+        typer.Option(
+            metavar="tiny|tiny-note|released|CONFIG.json",
+            help="The model's sizes; tiny-note has towers, and a tokenizer for `note-parity generate`.",
+        ),
+    ] = "tiny",
     seed: Annotated[int, typer.Option(help="The same seed gives the same bytes on every machine.")] = 0,
 ) -> None:
     """Write a checkpoint of synthetic weights in the released layout: real shapes and statistics, no training."""
     from reference.checkpoint import write_synthetic
+    from reference.checkpoint.synthetic_chat import has_room_for_text, smallest_vocabulary
     from reference.config import NoteConfig, released, tiny
+    from reference.model_tiny import tiny_note
 
-    known = {"tiny": tiny, "released": released}
-    write_synthetic(target, known[config]() if config in known else NoteConfig.from_json(config), seed)
-    typer.echo(f"wrote {target}")
+    known = {"tiny": tiny, "tiny-note": tiny_note, "released": released}
+    made = known[config]() if config in known else NoteConfig.from_json(config)
+    write_synthetic(target, made, seed)
+    without = f"; no tokenizer: a vocabulary of {made.text.vocab_size} has no room for {smallest_vocabulary()} tokens"
+    typer.echo(f"wrote {target}{'' if has_room_for_text(made) else without}")
 
 
 @app.command("slice")

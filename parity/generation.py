@@ -16,6 +16,7 @@ from torch import Tensor
 
 from optimized.device import Backend
 from parity.runners import NotSupportedHere, RunnerUnavailable
+from reference.checkpoint.synthetic_chat import PREPROCESSOR_FILE
 from reference.config import NoteConfig
 from reference.generate import Generator
 from reference.media.image import preprocess_images
@@ -45,7 +46,6 @@ from reference.vision_numerics import VisionNumerics
 
 Implementation = Literal["reference", "optimized", "transformers"]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
-PREPROCESSOR_FILE = "preprocessor_config.json"
 # The longest context that a video is planned for, as SGLang has it.
 VIDEO_CONTEXT = 131_072
 REQUEST = "prompt"

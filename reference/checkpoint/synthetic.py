@@ -27,6 +27,7 @@ from reference.checkpoint.recipes import (
     seed_of,
 )
 from reference.checkpoint.recipes_towers import tower_recipe
+from reference.checkpoint.synthetic_chat import chat_documents
 from reference.checkpoint.write import DEFAULT_SHARD_BYTES, write_checkpoint
 from reference.config import NoteConfig
 from reference.layers.indexer import RopeLayout
@@ -63,7 +64,10 @@ def write_synthetic(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     indexer_rope_layout: RopeLayout | None = "leading",
 ) -> None:
-    """Write a complete checkpoint, one tensor in memory at a time. Raises: CheckpointError, ConfigError."""
+    """Write a complete checkpoint, one tensor in memory at a time, and the files of `synthetic_chat` beside it.
+
+    Raises: CheckpointError, ConfigError.
+    """
     write_checkpoint(
         folder,
         config,
@@ -71,6 +75,7 @@ def write_synthetic(
         shards=shards,
         max_shard_bytes=max_shard_bytes,
         indexer_rope_layout=indexer_rope_layout,
+        documents=chat_documents(config),
     )
 
 

@@ -150,8 +150,11 @@ def write_checkpoint(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     indexer_rope_layout: RopeLayout | None = "leading",
     indexer_rope_converted_from: RopeLayout | None = None,
+    documents: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write `tensors`, which must be exactly those of the config, in any order, in the stored dtypes.
+
+    `documents`: small files beside them, by name.
 
     Streaming: with a generator, one tensor is in memory at a time. Either the folder becomes complete, or no index
     appears in it. Raises: CheckpointError, ConfigError.
@@ -164,5 +167,7 @@ def write_checkpoint(
         indexer_rope_layout=indexer_rope_layout,
         indexer_rope_converted_from=indexer_rope_converted_from,
     ) as writer:
+        for name, content in (documents or {}).items():
+            writer.add_document(name, content)
         for name, tensor in tensors:
             writer.add(name, tensor)
