@@ -21,6 +21,7 @@ from reference.media.image_config import CLIP_MEAN, CLIP_STD
 from reference.media.image_size import CELL_PIXELS, MERGE, PATCH, PixelBounds
 from reference.prompt import BOS, TOKENIZER_FILE, TURN_MARKERS
 from reference.prompt_media import AROUND, PADS
+from reference.prompt_messages import MediaKind
 from reference.prompt_render import END_OF_ASSISTANT
 from reference.prompt_stop import GENERATION_FILE
 from reference.prompt_tokens import BYTE_OF_CHARACTER
@@ -81,7 +82,11 @@ def _specials() -> tuple[str, ...]:
 
 
 def _stated_ids(config: NoteConfig) -> dict[str, int]:
-    pads = {"image": config.image_token_id, "audio": config.audio_token_id, "video": config.video_token_id}
+    pads: dict[MediaKind, int] = {
+        "image": config.image_token_id,
+        "audio": config.audio_token_id,
+        "video": config.video_token_id,
+    }
     found = {BOS: config.bos_token_id} | {PADS[kind]: id for kind, id in pads.items()}
     others = [id for id in config.eos_token_ids if id != config.bos_token_id]
     return found | ({END_OF_ASSISTANT: others[0]} if others else {})
