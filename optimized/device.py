@@ -34,6 +34,7 @@ OPS = {
     "unabsorb_gate": "optimized.kernels.gate",
     "gate_heads": "optimized.kernels.gate",
     "swiglu": "optimized.kernels.swiglu",
+    "embed": "optimized.kernels.embed",
     "draft_input": "optimized.kernels.draft",
     "index_scores": "optimized.attention.index_scores",
     "select_keys": "optimized.attention.selection",

@@ -31,12 +31,19 @@ def draft_step(
         raise NotSupportedError("this model has no draft layer: num_nextn_predict_layers is 0")
     eps = config.rms_norm_eps
     with scope(f"mtp.{number}"):
-        eh_T2D = ops.draft_input(
-            weights.embeddings_WD, step.token_ids_T, hidden_TD, weights.enorm_D, weights.hnorm_D, eps
+        eh_T2D, rotation_TX = ops.draft_input(
+            weights.embeddings_WD,
+            step.token_ids_T,
+            hidden_TD,
+            weights.enorm_D,
+            weights.hnorm_D,
+            eps,
+            step.positions_T,
+            text.rope.lanes,
         )
         fused_TD = see("fused", see("eh_input", eh_T2D) @ weights.eh_X2D.T)
         normed_TD = ops.rms_norm(fused_TD, weights.layer.input_norm_D, eps)
-        rotation = text.rope.of(step.positions_T)
+        rotation = text.rope.of(rotation_TX)
         stream_TD, delta_TD = text.layer(
             config.num_hidden_layers, weights.layer, fused_TD, normed_TD, step, rotation, see
         )

@@ -1,8 +1,7 @@
-"""The cosines and sines of a step's positions, once for all layers.
+"""Which lanes a step's rotation table has, and which of them each layer kind takes.
 
-angle[t, j] = float32(position_t) · theta^(-2j/R), j = 0 .. R/2-1
-
-The float32 product is a constant of the model at every dtype. Both bases are computed together, in few launches.
+A row is [cos R/2 | sin R/2] for full layers, then the same for sliding ones; lane j of a half turns by theta^(-2j/R) a
+position. The kernel that starts a step makes the whole table (see `kernels.rotation`), once for all layers.
 Source: text_model specification, section 5.3.
 """
 
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from optimized.kernels.rotation import RotationLanes
 from reference.config import MlaGeometry, TextConfig
 
 # T tokens  R rope dim  X lanes of both tables
@@ -27,20 +27,17 @@ class Rotation:
 
 
 class RopeTables:
-    """Frequencies of both layer kinds on one device, for activations of `dtype`."""
+    """The lanes of both layer kinds on one device."""
 
-    def __init__(self, config: TextConfig, device: torch.device, dtype: torch.dtype):
+    def __init__(self, config: TextConfig, device: torch.device):
         kinds = (config.full, config.sliding)
         self._widths = [geometry.qk_rope_head_dim for geometry in kinds]
-        self._frequency_X = torch.cat([_frequencies(geometry, device).repeat(2) for geometry in kinds])
         lane_X = torch.cat([torch.arange(width, device=device) * 2 // width for width in self._widths])
-        self._is_cosine_X = lane_X == 0
-        self._wide = torch.promote_types(dtype, torch.float32)
+        frequency_X = torch.cat([_frequencies(geometry, device).repeat(2) for geometry in kinds])
+        self.lanes = RotationLanes(frequency_X, lane_X == 0)
 
-    def of(self, positions_T: Tensor) -> Rotation:
-        """positions_T: whole numbers of any dtype, below 2^24, where float32 is exact; of padding rows also -1."""
-        angle_TX = (positions_T.to(torch.float32)[:, None] * self._frequency_X).to(self._wide)
-        table_TX = torch.where(self._is_cosine_X, angle_TX.cos(), angle_TX.sin())
+    def of(self, table_TX: Tensor) -> Rotation:
+        """Each kind's part of a step's table, [T, X]: views."""
         return Rotation(*table_TX.split(self._widths, dim=-1))
 
 

@@ -30,18 +30,22 @@ class Text:
 
     def __init__(self, config: TextConfig, weights: PackedText, pools: CachePools, ops: Ops):
         self.config, self.weights, self.pools, self.ops = config, weights, pools, ops
-        self.rope = RopeTables(config, pools.device, pools.dtype)
+        self.rope = RopeTables(config, pools.device)
 
     def hidden(self, step: DeviceStep, see: BatchObserver) -> Tensor:
         """The step's rows through all layers; returns the state after the final norm, [T, D]."""
         eps, weights = self.config.rms_norm_eps, self.weights
-        hidden_TD = see("embeddings", weights.embeddings_WD[step.token_ids_T])
-        rotation = self.rope.of(step.positions_T)
+        first_norm_D = weights.layers[0].input_norm_D
+        embedded = self.ops.embed(
+            weights.embeddings_WD, step.token_ids_T, first_norm_D, eps, step.positions_T, self.rope.lanes
+        )
+        rotation, normed_TD = self.rope.of(embedded.rotation_TX), embedded.normed_TD
+        hidden_TD = see("embeddings", embedded.hidden_TD)
+        if hidden_TD is not embedded.hidden_TD:
+            normed_TD = self.ops.rms_norm(hidden_TD, first_norm_D, eps)
         delta_TD: Tensor | None = None
         for index, layer in enumerate(weights.layers):
-            if delta_TD is None:
-                normed_TD = self.ops.rms_norm(hidden_TD, layer.input_norm_D, eps)
-            else:
+            if delta_TD is not None:
                 hidden_TD, normed_TD = self._output(index - 1, hidden_TD, delta_TD, layer.input_norm_D, see)
             with scope(f"layers.{index}"):
                 hidden_TD, delta_TD = self.layer(index, layer, hidden_TD, normed_TD, step, rotation, see)

@@ -1,4 +1,4 @@
-"""RMSNorm with and without the residual addition, and the draft layer's input, against their twins."""
+"""RMSNorm with and without the residual addition, against its twins."""
 
 import pytest
 import torch
@@ -8,7 +8,6 @@ from kernel_checks import DEVICE, DTYPES, check_against_twin
 from poison import assert_same_bytes, poisoned, random
 
 from optimized.errors import KernelInputError
-from optimized.kernels.draft import draft_input_torch, draft_input_triton
 from optimized.kernels.norm import add_rms_norm_torch, add_rms_norm_triton, rms_norm_torch, rms_norm_triton
 
 pytest.importorskip("triton")
@@ -65,24 +64,6 @@ def test_a_poisoned_row_stays_alone():
     assert out[[0, 2]].isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("T", "D"), [(1, 96), (5, 33), (0, 8)])
-def test_draft_input(dtype, T, D):
-    table, hidden, enorm, hnorm = draws(dtype, (11, D), (T, D), (D,), (D,))
-    for ids_dtype in (torch.int32, torch.int64):
-        # Below, at both ends, and beyond the table.
-        ids = torch.tensor([-3, 0, 10, 11, torch.iinfo(torch.int32).max], dtype=ids_dtype, device=DEVICE)[:T]
-        check_against_twin(poisoned(draft_input_triton), draft_input_torch, table, ids, hidden, enorm, hnorm, EPS)
-
-
-def test_draft_input_has_the_embedding_first():
-    table, hidden, enorm, hnorm = draws(torch.float32, (4, 8), (2, 8), (8,), (8,))
-    ids = torch.tensor([3, -1], dtype=torch.int32, device=DEVICE)
-    out = draft_input_triton(table, ids, hidden, enorm, hnorm, EPS)
-    assert torch.equal(out[:, :8], rms_norm_triton(table[[3, 0]], enorm, EPS))
-    assert torch.equal(out[:, 8:], rms_norm_triton(hidden, hnorm, EPS))
-
-
 def test_wrong_input_is_named():
     x, weight = draws(torch.float32, (2, 8), (8,))
     with pytest.raises(KernelInputError, match="weight"):
@@ -93,8 +74,6 @@ def test_wrong_input_is_named():
         add_rms_norm_triton(x, x[:1], weight, EPS)
     with pytest.raises(KernelInputError, match="dense last dim"):
         rms_norm_triton(x.T.contiguous().T, weight, EPS)
-    with pytest.raises(KernelInputError, match="token_ids"):
-        draft_input_triton(x, torch.zeros(2, device=DEVICE), x, weight, weight, EPS)
 
 
 @settings(max_examples=12)
