@@ -30,6 +30,7 @@ OPS = {
     "store_rows": "optimized.kernels.latent",
     "gather_rows": "optimized.kernels.latent",
     "rotate_queries_": "optimized.kernels.queries",
+    "norm_rotate_heads_": "optimized.kernels.vision_heads",
     "absorb_queries": "optimized.kernels.queries",
     "unabsorb_gate": "optimized.kernels.gate",
     "gate_heads": "optimized.kernels.gate",

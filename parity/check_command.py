@@ -56,7 +56,7 @@ def run_check(
     options: CheckOptions, levels: Sequence[Level], progress: Callable[[str], None]
 ) -> tuple[CheckReport, Report]:
     """The findings, and their report. Raises: CheckOptionError, and what the checks raise."""
-    if options.tower != "text" and options.candidate == "optimized":
+    if options.tower == "audio" and options.candidate == "optimized":
         raise CheckOptionError(f"--candidate optimized has no {options.tower} tower yet: use --candidate transformers")
     run = {"text": _text, "vision": _vision, "audio": _audio}[options.tower]
     return run(options, levels, progress)
@@ -83,7 +83,10 @@ def _vision(
     cases = [VisionCase.parse(options.workload, options.seed)] if options.workload else None
     made = synthetic_vision_checkpoint(options.seed) if options.folder is None else nullcontext(options.folder)
     with made as folder:
-        found, config = check_vision(folder, cases, levels, options.drawn, options.seed, progress)
+        found, config = check_vision(
+            folder, cases, levels, options.drawn, options.seed, progress, options.candidate, options.device,
+            options.backend,
+        )  # fmt: skip
     return found, report_of_vision_check(found, config, options.command())
 
 

@@ -1,7 +1,9 @@
-"""Checks the vision tower of a checkpoint folder: the reference, loaded by this project, against transformers.
+"""Checks the vision tower of a checkpoint folder: the reference, loaded by this project, against another.
 
-Nothing is shared between the two sides but the files. The levels are those of `parity.check`: exact (logic, 1e-10),
-float32 and bfloat16 (within the measured floor, under `VisionNumerics.transformers`).
+transformers   nothing is shared between the two sides but the files; under `VisionNumerics.transformers`
+optimized      the production twin on the same tensors, under the default numerics
+
+The levels are those of `parity.check`: exact (logic, 1e-10), float32 and bfloat16 (within the measured floor).
 """
 
 from __future__ import annotations
@@ -11,12 +13,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Literal
 
 import hypothesis
 import torch
 from hypothesis import strategies as st
 
+from optimized.device import Backend
 from parity.check import LEVELS, CheckReport, Level, Run
+from parity.engine_vision import VisionOptimizedRunner
 from parity.report.from_findings import report_of_check
 from parity.report.records import Report
 from parity.runners import NotSupportedHere
@@ -96,13 +101,16 @@ def check_vision(
     drawn: int = 0,
     seed: int = 0,
     progress: Callable[[str], None] = lambda line: None,
+    candidate: Literal["transformers", "optimized"] = "transformers",
+    device: str = "cpu",
+    backend: Backend | None = None,
 ) -> tuple[CheckReport, NoteConfig]:
-    """Run `cases`, or the boundary cases and `drawn` random ones, at each level.
+    """Run `cases`, or the boundary cases and `drawn` random ones, at each level; the optimized tower on `device`.
 
     Raises: CheckpointError, ConfigError for the folder; NotSupportedHere for a folder without a vision tower,
-    RunnerUnavailable without transformers.
+    RunnerUnavailable without transformers, or without the device or backend that is asked for.
     """
-    numerics = VisionNumerics.preset("transformers")
+    numerics = VisionNumerics.preset("transformers") if candidate == "transformers" else VisionNumerics()
     config = CheckpointFolder.open(folder, None, ("vision",)).config
     if config.vision is None:
         raise NotSupportedHere(f"{folder}: there is no vision tower to check: config.json has no vision_config")
@@ -114,11 +122,18 @@ def check_vision(
     runs, name = [], ""
     for level in levels:
         is_exact = level == "exact"
+        # Foreign code rounds where its authors wrote so; the optimized tower is built in float64, like the truth.
+        is_promoted = is_exact and candidate == "transformers"
 
-        def reference(dtype: torch.dtype, is_exact: bool = is_exact) -> VisionReferenceRunner:
-            return VisionReferenceRunner(config, weights, dtype, numerics, is_exact)
+        def reference(dtype: torch.dtype, is_promoted: bool = is_promoted) -> VisionReferenceRunner:
+            return VisionReferenceRunner(config, weights, dtype, numerics, is_promoted)
 
-        port = TransformersVisionRunner(folder, torch.float64 if is_exact else getattr(torch, level), is_exact)
+        dtype = torch.float64 if is_exact else getattr(torch, level)
+        port: VisionRunner
+        if candidate == "transformers":
+            port = TransformersVisionRunner(folder, dtype, is_exact)
+        else:
+            port = VisionOptimizedRunner(config, weights, dtype, device, "torch" if is_exact else backend)
         name = port.name
         for number, case in enumerate(cases, 1):
             progress(f"{level}: case {number} of {len(cases)}: {case.text()}")
@@ -130,7 +145,7 @@ def check_vision(
 def _compared(
     reference: VisionReference, port: VisionRunner, vision: VisionConfig, case: VisionCase, level: Level
 ) -> VisionComparison:
-    values: Values = run_case(port, vision, case)
+    values: Values = {name: value.cpu() for name, value in run_case(port, vision, case).items()}
     if level == "exact":
         return compare_vision_exact(reference, values, case)
     return compare_vision(reference, values, getattr(torch, level), case)
