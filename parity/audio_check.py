@@ -1,8 +1,9 @@
-"""Does the audio side of the reference agree with transformers', from waveform to embeddings, on one checkpoint?
+"""Does the audio side of the reference agree with another, from waveform to embeddings, on one checkpoint?
 
 The same levels as the text's check: `exact` (all rounding promoted to float64, features included; limit 1e-10),
-`float32` and `bfloat16` (limit: the measured floor), under `Numerics.transformers`. A clip is decoded, mixed and
-resampled once for both; everything behind that is each side's own.
+`float32` and `bfloat16` (limit: the measured floor). Against transformers under `Numerics.transformers`; against the
+optimized tower under the default, `exact` with its torch twins in float64. A clip is decoded, mixed and resampled once
+for both; everything behind that is each side's own.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from torch import Tensor
 
+from optimized.device import Backend
 from parity.audio_clips import ClipWorkload, boundary_clips
 from parity.audio_compare import AudioReference, AudioSide, compare_audio, traced_clips
 from parity.audio_strategies import drawn_clips
 from parity.check import LEVELS, CheckReport, Level, Run
 from parity.findings import View
+from parity.runners.optimized_audio import OptimizedAudio
 from parity.runners.reference_audio import ReferenceAudio
 from parity.runners.transformers_audio import TransformersAudio
 from reference.audio import tiny_audio
@@ -56,22 +60,65 @@ def check_audio(
     Raises: CheckpointError, ConfigError for the folder; RunnerUnavailable without transformers.
     """
     numerics = Numerics.preset("transformers")
-    encoder = load_audio_encoder(folder, numerics, dtype=None)
-    weights = {PREFIX + name: tensor for name, tensor in encoder.state_dict().items()}
-    config = NoteConfig.from_json(Path(folder) / "config.json")
-    if workloads is None:
-        workloads = (*boundary_clips(encoder.config), *drawn_clips(encoder.config, drawn, seed))
-
-    def reference(level: Level) -> AudioReference:
-        is_exact = level == "exact"
-        return lambda dtype: ReferenceAudio(config, weights, dtype, numerics, is_exact)
+    config, weights, workloads = _given(folder, numerics, workloads, drawn, seed)
 
     def candidate(level: Level) -> AudioSide:
         if level == "exact":
             return TransformersAudio(folder, torch.float64, exact_mode=True)
         return TransformersAudio(folder, getattr(torch, level))
 
+    # Foreign code rounds where its authors wrote so: only `exact` takes that away.
+    reference = _reference(config, weights, numerics, is_promoted=True)
     return check_audio_sides(reference, candidate, workloads, levels, progress)
+
+
+def check_audio_optimized(
+    folder: str | Path,
+    workloads: Sequence[ClipWorkload] | None = None,
+    levels: Sequence[Level] = LEVELS,
+    drawn: int = 0,
+    seed: int = 0,
+    device: str = "cpu",
+    backend: Backend | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> CheckReport:
+    """The same for the optimized tower, with features that it computes itself.
+
+    Raises: CheckpointError, ConfigError for the folder; RunnerUnavailable for a device or backend that is not here.
+    """
+    numerics = Numerics()
+    config, weights, workloads = _given(folder, numerics, workloads, drawn, seed)
+
+    def candidate(level: Level) -> AudioSide:
+        if level == "exact":
+            return OptimizedAudio(config, weights, torch.float64, device, "torch")
+        return OptimizedAudio(config, weights, getattr(torch, level), device, backend)
+
+    reference = _reference(config, weights, numerics, is_promoted=False)
+    return check_audio_sides(reference, candidate, workloads, levels, progress)
+
+
+def _given(
+    folder: str | Path, numerics: Numerics, workloads: Sequence[ClipWorkload] | None, drawn: int, seed: int
+) -> tuple[NoteConfig, dict[str, Tensor], Sequence[ClipWorkload]]:
+    """Config and weights of a folder by released names, and what is to be embedded."""
+    encoder = load_audio_encoder(folder, numerics, dtype=None)
+    weights = {PREFIX + name: tensor for name, tensor in encoder.state_dict().items()}
+    config = NoteConfig.from_json(Path(folder) / "config.json")
+    if workloads is None:
+        workloads = (*boundary_clips(encoder.config), *drawn_clips(encoder.config, drawn, seed))
+    return config, weights, workloads
+
+
+def _reference(
+    config: NoteConfig, weights: dict[str, Tensor], numerics: Numerics, is_promoted: bool
+) -> Callable[[Level], AudioReference]:
+    """`is_promoted`: at the level `exact`, what is float32 in every model (angles) becomes float64 as well."""
+
+    def reference(level: Level) -> AudioReference:
+        return lambda dtype: ReferenceAudio(config, weights, dtype, numerics, is_promoted and level == "exact")
+
+    return reference
 
 
 def check_audio_sides(
