@@ -12,13 +12,13 @@ from poison import assert_same_bytes, poisoned
 from torch import Tensor
 
 from optimized.attention.absorbed import (
-    parts_of,
     ring_attention_torch,
     ring_attention_triton,
     sparse_attention_torch,
     sparse_attention_triton,
 )
 from optimized.attention.combine import merge_parts_torch, merge_parts_triton
+from optimized.attention.two_pass import parts_of
 from optimized.errors import KernelInputError
 
 # tiny(): full layers H 6, C 16, R 8, 13 selected keys; sliding layers H 4, C 48, R 6, window 7.
