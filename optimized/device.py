@@ -26,6 +26,7 @@ Backend = Literal["triton", "torch"]
 OPS = {
     "rms_norm": "optimized.kernels.norm",
     "add_rms_norm": "optimized.kernels.norm",
+    "add_parts_rms_norm": "optimized.kernels.norm",
     "write_latents": "optimized.kernels.latent",
     "store_rows": "optimized.kernels.latent",
     "gather_rows": "optimized.kernels.latent",

@@ -19,6 +19,7 @@ from torch import Tensor
 from optimized.device import Ops
 from optimized.errors import NotSupportedError
 from optimized.kernels.experts import rows_per_tile
+from optimized.kernels.parts import Parts
 from reference.config import TextConfig
 from reference.errors import CheckpointError
 
@@ -166,10 +167,17 @@ def expert_places(packed: PackedExperts) -> dict[str, Place]:
 def moe(
     x_TD: Tensor, packed: PackedExperts, config: Routing, ops: Ops, observe: bool = False
 ) -> tuple[Tensor, Observed | None]:
-    """[T, D] to [T, D]; what was observed, or None.
+    """[T, D] to [T, D]; what was observed, or None. None of the launches waits for the device."""
+    parts, observed = moe_parts(x_TD, packed, config, ops, observe)
+    if parts.weights_TK is None:
+        return parts.parts_STX[0], observed
+    return ops.combine(parts.parts_STX.transpose(0, 1), parts.weights_TK).output_TD, observed
 
-    Six launches with Triton's ops, none of which waits for the device.
-    """
+
+def moe_parts(
+    x_TD: Tensor, packed: PackedExperts, config: Routing, ops: Ops, observe: bool = False
+) -> tuple[Parts, Observed | None]:
+    """As `moe`, but unobserved the outputs of a token's experts stay apart, for the next norm to add up."""
     k = config.num_experts_per_tok
     routes = ops.route(
         x_TD, packed.router_weight_ED, packed.bias_E, k, config.routed_scaling_factor, config.norm_topk_prob, observe
@@ -178,9 +186,9 @@ def moe(
     plan = ops.sort_rows(routes.expert_ids_TK, packed.routed, tile_rows, packed.shared)
     act_RF = ops.expert_swiglu(x_TD, packed.gate_up_EXD, plan)
     rows_TSD = ops.expert_down(act_RF, packed.down_EDF, plan)
+    if routes.logits_TE is None or routes.scores_TE is None or routes.choice_TE is None:
+        return Parts(rows_TSD.transpose(0, 1), routes.weights_TK), None
     combined = ops.combine(rows_TSD, routes.weights_TK, observe)
-    if routes.logits_TE is None or routes.scores_TE is None or routes.choice_TE is None or combined.routed_TD is None:
-        return combined.output_TD, None
     observed = Observed(
         routes.logits_TE,
         routes.scores_TE,
@@ -190,4 +198,4 @@ def moe(
         combined.routed_TD,
         combined.shared_TD,
     )
-    return combined.output_TD, observed
+    return Parts(combined.output_TD[None]), observed

@@ -44,10 +44,8 @@ def draft_step(
         fused_TD = see("fused", see("eh_input", eh_T2D) @ weights.eh_X2D.T)
         normed_TD = ops.rms_norm(fused_TD, weights.layer.input_norm_D, eps)
         rotation = text.rope.of(rotation_TX)
-        stream_TD, delta_TD = text.layer(
-            config.num_hidden_layers, weights.layer, fused_TD, normed_TD, step, rotation, see
-        )
-        output_TD, r_TD = ops.add_rms_norm(stream_TD, delta_TD, weights.norm_D, eps)
+        stream_TD, delta = text.layer(config.num_hidden_layers, weights.layer, fused_TD, normed_TD, step, rotation, see)
+        output_TD, r_TD = ops.add_parts_rms_norm(stream_TD, delta.parts_STX, weights.norm_D, eps, delta.weights_TK)
         see.only("output", output_TD)
         r_TD = see("normed", r_TD)
         if is_observed():

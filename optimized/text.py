@@ -1,7 +1,8 @@
 """The text model over one step of a ragged batch.
 
 The residual stream and what a sublayer adds to it travel apart until the next norm joins them in one kernel:
-h, x = add_norm(h, f(x)). Everything named in the probe schema is shown under the reference's names.
+h, x = add_norm(h, f(x)). What is added may still be in parts, which the same kernel adds up. Everything named in the
+probe schema is shown under the reference's names.
 Source: text_model specification, sections 1, 11 and 12.
 """
 
@@ -14,7 +15,8 @@ from optimized.attention.full import FullPools, full_attention
 from optimized.attention.sliding import sliding_attention
 from optimized.cache import CachePools
 from optimized.device import Ops
-from optimized.moe import moe
+from optimized.kernels.parts import Parts, whole
+from optimized.moe import moe_parts
 from optimized.observe import BatchObserver
 from optimized.rope import RopeTables, Rotation
 from optimized.step import DeviceStep
@@ -43,14 +45,14 @@ class Text:
         hidden_TD = see("embeddings", embedded.hidden_TD)
         if hidden_TD is not embedded.hidden_TD:
             normed_TD = self.ops.rms_norm(hidden_TD, first_norm_D, eps)
-        delta_TD: Tensor | None = None
+        delta: Parts | None = None
         for index, layer in enumerate(weights.layers):
-            if delta_TD is not None:
-                hidden_TD, normed_TD = self._output(index - 1, hidden_TD, delta_TD, layer.input_norm_D, see)
+            if delta is not None:
+                hidden_TD, normed_TD = self._output(index - 1, hidden_TD, delta, layer.input_norm_D, see)
             with scope(f"layers.{index}"):
-                hidden_TD, delta_TD = self.layer(index, layer, hidden_TD, normed_TD, step, rotation, see)
-        assert delta_TD is not None
-        _, normed_TD = self._output(len(weights.layers) - 1, hidden_TD, delta_TD, weights.final_norm_D, see)
+                hidden_TD, delta = self.layer(index, layer, hidden_TD, normed_TD, step, rotation, see)
+        assert delta is not None
+        _, normed_TD = self._output(len(weights.layers) - 1, hidden_TD, delta, weights.final_norm_D, see)
         return see("final_norm", normed_TD)
 
     def logits(self, normed_TD: Tensor) -> Tensor:
@@ -66,7 +68,7 @@ class Text:
         step: DeviceStep,
         rotation: Rotation,
         see: BatchObserver,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Parts]:
         """Returns the residual stream behind the attention, and what the feed-forward adds to it.
 
         `normed_TD` is the layer's input after its first norm. The draft layer has the index behind the last one.
@@ -85,20 +87,23 @@ class Text:
             )
             if is_full:
                 pools = FullPools(self.pools.latent_pool(index), self.pools.index_pool(index))
-                attended_TD = full_attention(normed_TD, context, pools, step)
+                attended_STD = full_attention(normed_TD, context, pools, step)
             else:
-                attended_TD = sliding_attention(normed_TD, context, self.pools.ring_pool(index), step)
-        hidden_TD, normed_TD = self.ops.add_rms_norm(hidden_TD, attended_TD, layer.post_norm_D, eps)
+                attended_STD = sliding_attention(normed_TD, context, self.pools.ring_pool(index), step)
+        hidden_TD, normed_TD = self.ops.add_parts_rms_norm(hidden_TD, attended_STD, layer.post_norm_D, eps)
         with scope("ffn"):
             normed_TD = see("input", normed_TD)
-            delta_TD = see("output", self._feed_forward(layer, normed_TD, see))
-        return hidden_TD, delta_TD
+            delta = self._feed_forward(layer, normed_TD, see)
+            if is_observed():
+                delta = Parts(see("output", whole(delta.parts_STX, hidden_TD.dtype))[None])
+        return hidden_TD, delta
 
-    def _feed_forward(self, layer: LayerWeights, x_TD: Tensor, see: BatchObserver) -> Tensor:
+    def _feed_forward(self, layer: LayerWeights, x_TD: Tensor, see: BatchObserver) -> Parts:
         if layer.dense is not None:
-            return self.ops.swiglu(x_TD @ layer.dense.gate_up_XD.T) @ layer.dense.down_DF.T
+            act_TF = self.ops.swiglu(x_TD @ layer.dense.gate_up_XD.T)
+            return Parts((act_TF @ layer.dense.down_DF.T)[None])
         assert layer.experts is not None
-        output_TD, observed = moe(x_TD, layer.experts, self.config, self.ops, is_observed())
+        delta, observed = moe_parts(x_TD, layer.experts, self.config, self.ops, is_observed())
         if observed is not None:
             with scope("router"):
                 see.only("logits", observed.logits_TE)
@@ -109,13 +114,15 @@ class Text:
             see.only("routed", observed.routed_TD)
             if observed.shared_TD is not None:
                 see.only("shared", observed.shared_TD)
-        return output_TD
+        return delta
 
     def _output(
-        self, index: int, hidden_TD: Tensor, delta_TD: Tensor, norm_D: Tensor, see: BatchObserver
+        self, index: int, hidden_TD: Tensor, delta: Parts, norm_D: Tensor, see: BatchObserver
     ) -> tuple[Tensor, Tensor]:
         """Join the stream and what layer `index` adds; returns the layer's output and its norm."""
-        hidden_TD, normed_TD = self.ops.add_rms_norm(hidden_TD, delta_TD, norm_D, self.config.rms_norm_eps)
+        hidden_TD, normed_TD = self.ops.add_parts_rms_norm(
+            hidden_TD, delta.parts_STX, norm_D, self.config.rms_norm_eps, delta.weights_TK
+        )
         with scope(f"layers.{index}"):
             see.only("output", hidden_TD)
         return hidden_TD, normed_TD

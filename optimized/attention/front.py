@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from optimized.device import Ops
+from optimized.kernels.parts import whole
 from optimized.observe import BatchObserver
 from optimized.weights import AttentionWeights
 from reference.config import MlaGeometry, TextConfig
@@ -42,7 +43,7 @@ class LayerContext:
 
 @dataclass(frozen=True)
 class Front:
-    """`latent_TL` are the new rows as cached; gate logits and index parts are views of the projections.
+    """`latent_TL` are the new rows as cached; gate logits and index parts may be views of the projections.
 
     Queries and index queries of the first `unrotated` rows still lack their rotation, see `absorbed_queries`.
     """
@@ -65,9 +66,8 @@ def project(
 ) -> Front:
     """Project all rows, write those with a slot to the pools, rotate the queries behind the first `absorbed` rows."""
     weights, geometry, config, see = layer.weights, layer.geometry, layer.config, layer.see
-    a_TX = x_TD @ weights.a_XD.T
     new = layer.ops.write_latents(
-        a_TX,
+        (x_TD @ weights.a_XD.T)[None],
         weights.projection,
         weights.latent,
         config.rms_norm_eps,
@@ -96,8 +96,7 @@ def project(
             index_query_TIJ = see("index.query", index_query_TIJ)
             see.only("index.key", new.index_key_TJ)
             see.only("index.head_weights", new.head_weights_TI)
-    gate_TH = weights.projection.gate_of(a_TX)
-    return Front(q_THX, gate_TH, new.latent_TL, index_query_TIJ, new.head_weights_TI, unrotated)
+    return Front(q_THX, new.gate_TH, new.latent_TL, index_query_TIJ, new.head_weights_TI, unrotated)
 
 
 def absorbed_queries(rows: slice, front: Front, layer: LayerContext) -> Tensor:
@@ -128,12 +127,15 @@ class Back:
 
 
 def finish(parts: list[Back], layer: LayerContext) -> Tensor:
-    """o_proj of all parts, [T, D]."""
+    """o_proj of all parts, [S, T, D]: in parts again, which the next norm adds up (see `kernels.parts`)."""
     gated_TX = _joined([part.gated_TX for part in parts])
     if is_observed():
         layer.see.only("core", _joined([part.core_THV for part in parts if part.core_THV is not None]))
         layer.see.only("gate", _joined([part.gate_TH for part in parts if part.gate_TH is not None]))
-    return layer.see("output", gated_TX @ layer.weights.o_DX.T)
+    output_STD = (gated_TX @ layer.weights.o_DX.T)[None]
+    if is_observed():
+        return layer.see("output", whole(output_STD, gated_TX.dtype))[None]
+    return output_STD
 
 
 def absorbed_rows(rows: slice, front: Front, attended_THC: Tensor, layer: LayerContext) -> Back:

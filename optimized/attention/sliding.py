@@ -25,7 +25,7 @@ from optimized.step import DeviceStep
 
 
 def sliding_attention(x_TD: Tensor, layer: LayerContext, ring_pool: Tensor, step: DeviceStep) -> Tensor:
-    """[T, D] from the normed layer input; `step` says which rings its rows belong to."""
+    """[S, T, D], parts of what the layer adds, from its normed input; `step` says which rings its rows belong to."""
     geometry, ops, ring = layer.geometry, layer.ops, step.ring
     window, scale, C = layer.config.sliding_window_size, geometry.softmax_scale, geometry.kv_lora_rank
     front = project(x_TD, layer, ring_pool, ring.ring_slot_T, absorbed=step.decode_rows)

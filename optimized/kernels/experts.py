@@ -31,6 +31,7 @@ from torch import Tensor
 
 from optimized.errors import KernelInputError
 from optimized.kernels.common import check_tensor, dot, next_power_of_2, round_to, tile, tl, triton, widen
+from optimized.kernels.parts import weighted_parts
 from optimized.kernels.router import add_product, sigmoid
 
 try:
@@ -470,13 +471,7 @@ def _combine_kernel(
     t = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     of_token = rows + t * token_stride + d
-    routed = tl.zeros([BLOCK_D], tl.float32)
-    shared = tl.zeros([BLOCK_D], tl.float32)
-    for k in tl.static_range(K):
-        row = tl.load(of_token + k * slot_stride, mask=d < D, other=0.0).to(tl.float32)
-        routed += row * tl.load(weights + t * K + k)
-    for k in tl.static_range(K, SLOTS):
-        shared += tl.load(of_token + k * slot_stride, mask=d < D, other=0.0).to(tl.float32)
+    routed, shared = weighted_parts(of_token, slot_stride, weights + t * K, d < D, SLOTS, K)
     tl.store(output + t * D + d, round_to(routed + shared, output), mask=d < D)
     if OBSERVE:
         tl.store(routed_out + t * D + d, round_to(routed, output), mask=d < D)

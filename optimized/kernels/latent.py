@@ -7,9 +7,11 @@ k_rope      = rope(round(rms(rope key; w)))
 index key   = [ rope(first R lanes) | rest ] of round(layernorm(index key; w, b)), its eps 1e-6
 head weight = index head weight · I^-½, float32
 
-write_latents is one kernel a layer: a program for each token and each of q_latent, [kv_latent | k_rope], and the index
-parts, so that a decode step of one token still uses three processors. Everything is float32 inside and rounded once;
-the scales join the norms' weights in float32. The gate's lanes pass unread. Cache rows are addressed by flat row; a
+write_latents is one kernel a layer: a program for each token and each of q_latent, [kv_latent | k_rope], the index
+lanes and the gate, so that a decode step of one token still uses several processors. It takes the projection in parts
+(see `parts`): a product that was cut along its depth is added up here. Everything is float32 inside and rounded once;
+the scales join the norms' weights in float32. The gate's lanes are passed on: added up if they are in parts, or else
+unread, as a view. Cache rows are addressed by flat row; a
 slot of -1 writes nothing. Two tokens of a launch must not share a slot.
 Source: text_model specification, sections 5 to 7.
 
@@ -29,10 +31,11 @@ from torch import Tensor
 from optimized.errors import KernelInputError
 from optimized.kernels.common import check_tensor, next_power_of_2, round_to, tile, tl, triton
 from optimized.kernels.norm import normalized, rms_norm_torch
+from optimized.kernels.parts import sum_of_parts, whole
 from optimized.kernels.queries import angle_parts, rotate_torch, rotated
 
 # T tokens  Q query latent  C kv latent  R rope dim  H heads  I index heads  J index head dim  L = C + R
-# X width of the a-projection  S gathered rows
+# X width of the a-projection  S parts of it, or gathered rows
 
 INDEX_KEY_EPS = 1e-6
 COPIED_ROWS = 4
@@ -96,39 +99,43 @@ class LatentWeights(NamedTuple):
 
 
 class NewLatents(NamedTuple):
-    """Of the step's tokens, all dense; `index_*` only on full layers, `k_rope_unrotated_TR` only when observed."""
+    """Of the step's tokens; `index_*` only on full layers, `k_rope_unrotated_TR` only when observed.
+
+    All dense but for `gate_TH`, the gate's logits, which may be a view of the projection.
+    """
 
     q_latent_TQ: Tensor
     latent_TL: Tensor
     index_key_TJ: Tensor | None
     head_weights_TI: Tensor | None
     k_rope_unrotated_TR: Tensor | None
+    gate_TH: Tensor
 
 
 @triton.jit
-def _query_part(a, weight, out, scale, eps, Q: tl.constexpr, BLOCK_Q: tl.constexpr):
+def _query_part(a, part_stride, weight, out, scale, eps, S: tl.constexpr, Q: tl.constexpr, BLOCK_Q: tl.constexpr):
     lane_Q = tl.arange(0, BLOCK_Q)
     inside = lane_Q < Q
-    x_Q = tl.load(a + lane_Q, mask=inside, other=0).to(tl.float32)
+    x_Q = sum_of_parts(a + lane_Q, part_stride, inside, out, S)
     weight_Q = tl.load(weight + lane_Q, mask=inside, other=0).to(tl.float32) * scale
     tl.store(out + lane_Q, round_to(normalized(x_Q, Q, eps) * weight_Q, out), mask=inside)
 
 
 @triton.jit
 def _latent_part(
-    a, latent_weight, rope_weight, cos_sin, out, unrotated, pool, slot, pool_row, scale, eps,
-    C: tl.constexpr, R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
+    a, part_stride, latent_weight, rope_weight, cos_sin, out, unrotated, pool, slot, pool_row, scale, eps,
+    S: tl.constexpr, C: tl.constexpr, R: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     lane_C = tl.arange(0, BLOCK_C)
     inside = lane_C < C
-    x_C = tl.load(a + lane_C, mask=inside, other=0).to(tl.float32)
+    x_C = sum_of_parts(a + lane_C, part_stride, inside, out, S)
     weight_C = tl.load(latent_weight + lane_C, mask=inside, other=0).to(tl.float32) * scale
     latent_C = round_to(normalized(x_C, C, eps) * weight_C, out)
     tl.store(out + lane_C, latent_C, mask=inside)
 
     lane_1R = tl.arange(0, BLOCK_R)[None, :]
     inside_1R = lane_1R < R
-    x_1R = tl.load(a + C + lane_1R, mask=inside_1R, other=0).to(tl.float32)
+    x_1R = sum_of_parts(a + C + lane_1R, part_stride, inside_1R, out, S)
     weight_1R = tl.load(rope_weight + lane_1R, mask=inside_1R, other=0).to(tl.float32)
     # Rounded before it is rotated: the unrotated key is a value of the model, observed as such.
     key_1R = round_to(normalized(x_1R, R, eps) * weight_1R, out)
@@ -146,12 +153,13 @@ def _latent_part(
 
 @triton.jit
 def _index_part(
-    a, weight, bias, cos_sin, out, head_weights, pool, slot, pool_row, head_scale, eps,
-    R: tl.constexpr, J: tl.constexpr, INDEX_HEADS: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_I: tl.constexpr,
+    a, part_stride, weight, bias, cos_sin, out, head_weights, pool, slot, pool_row, head_scale, eps,
+    S: tl.constexpr, R: tl.constexpr, J: tl.constexpr, INDEX_HEADS: tl.constexpr,
+    BLOCK_J: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
     lane_1J = tl.arange(0, BLOCK_J)[None, :]
     inside_1J = lane_1J < J
-    x_1J = tl.load(a + lane_1J, mask=inside_1J, other=0).to(tl.float32)
+    x_1J = sum_of_parts(a + lane_1J, part_stride, inside_1J, out, S)
     weight_1J = tl.load(weight + lane_1J, mask=inside_1J, other=0).to(tl.float32)
     bias_1J = tl.load(bias + lane_1J, mask=inside_1J, other=0).to(tl.float32)
     centred_1J = tl.where(inside_1J, x_1J - tl.sum(x_1J) / J, 0)
@@ -166,39 +174,47 @@ def _index_part(
         tl.store(pool + slot * pool_row + lane_1J, key_1J, mask=inside_1J)
 
     lane_I = tl.arange(0, BLOCK_I)
-    weight_I = tl.load(a + J + lane_I, mask=lane_I < INDEX_HEADS, other=0).to(tl.float32)
+    weight_I = sum_of_parts(a + J + lane_I, part_stride, lane_I < INDEX_HEADS, out, S)
     tl.store(head_weights + lane_I, weight_I * head_scale, mask=lane_I < INDEX_HEADS)
 
 
 @triton.jit
 def _write_latents_kernel(
     a, query_weight, latent_weight, rope_weight, index_weight, index_bias, cos_sin,
-    q_latent, latent, index_key, head_weights, unrotated, latent_pool, latent_slot, index_pool, index_slot,
-    query_scale, latent_scale, head_scale, eps, index_eps, a_row, cos_sin_row, latent_pool_row, index_pool_row,
-    Q: tl.constexpr, C: tl.constexpr, R: tl.constexpr, J: tl.constexpr, INDEX_HEADS: tl.constexpr,
-    LATENT_AT: tl.constexpr, INDEX_AT: tl.constexpr,
+    q_latent, latent, index_key, head_weights, unrotated, gate, latent_pool, latent_slot, index_pool, index_slot,
+    query_scale, latent_scale, head_scale, eps, index_eps, part_stride, a_row, cos_sin_row, latent_pool_row,
+    index_pool_row,
+    S: tl.constexpr, Q: tl.constexpr, C: tl.constexpr, R: tl.constexpr, J: tl.constexpr, INDEX_HEADS: tl.constexpr,
+    HEADS: tl.constexpr, LATENT_AT: tl.constexpr, GATE_AT: tl.constexpr, INDEX_AT: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_I: tl.constexpr,
+    BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     a += token * a_row
     cos_sin += token * cos_sin_row
     if part == 0:
-        _query_part(a, query_weight, q_latent + token * Q, query_scale, eps, Q, BLOCK_Q)
+        _query_part(a, part_stride, query_weight, q_latent + token * Q, query_scale, eps, S, Q, BLOCK_Q)
     elif part == 1:
         if unrotated is not None:
             unrotated += token * R
         slot = tl.load(latent_slot + token)
         _latent_part(
-            a + LATENT_AT, latent_weight, rope_weight, cos_sin, latent + token * (C + R), unrotated,
-            latent_pool, slot, latent_pool_row, latent_scale, eps, C, R, BLOCK_C, BLOCK_R,
+            a + LATENT_AT, part_stride, latent_weight, rope_weight, cos_sin, latent + token * (C + R), unrotated,
+            latent_pool, slot, latent_pool_row, latent_scale, eps, S, C, R, BLOCK_C, BLOCK_R,
         )  # fmt: skip
-    elif J > 0:
-        slot = tl.load(index_slot + token)
-        _index_part(
-            a + INDEX_AT, index_weight, index_bias, cos_sin, index_key + token * J, head_weights + token * INDEX_HEADS,
-            index_pool, slot, index_pool_row, head_scale, index_eps, R, J, INDEX_HEADS, BLOCK_J, BLOCK_I,
-        )  # fmt: skip
+    elif part == 2:
+        if J > 0:
+            slot = tl.load(index_slot + token)
+            _index_part(
+                a + INDEX_AT, part_stride, index_weight, index_bias, cos_sin, index_key + token * J,
+                head_weights + token * INDEX_HEADS, index_pool, slot, index_pool_row, head_scale, index_eps,
+                S, R, J, INDEX_HEADS, BLOCK_J, BLOCK_I,
+            )  # fmt: skip
+    elif gate is not None:
+        head = tl.arange(0, BLOCK_H)
+        logit_H = sum_of_parts(a + GATE_AT + head, part_stride, head < HEADS, gate, S)
+        tl.store(gate + token * HEADS + head, round_to(logit_H, gate), mask=head < HEADS)
 
 
 @triton.jit
@@ -240,7 +256,7 @@ def pool_rows(name: str, pool: Tensor, width: int, dtype: torch.dtype) -> Tensor
 
 
 def write_latents_torch(
-    a_TX: Tensor,
+    a_STX: Tensor,
     layout: AProjection,
     weights: LatentWeights,
     eps: float,
@@ -251,8 +267,9 @@ def write_latents_torch(
     index_slot_T: Tensor | None = None,
     observe: bool = False,
 ) -> NewLatents:
+    a_TX = whole(a_STX, weights.query_norm_Q.dtype)
     wide = torch.promote_types(a_TX.dtype, torch.float32)
-    query_TQ, latent_TC, rope_TR, _, index_key_TJ, head_weights_TI = a_TX.split(
+    query_TQ, latent_TC, rope_TR, gate_TH, index_key_TJ, head_weights_TI = a_TX.split(
         (layout.query, layout.latent, layout.rope, layout.gate, layout.index_key, layout.index_heads), dim=-1
     )
     q_latent_TQ = _rescaled_rms_norm(query_TQ, weights.query_norm_Q, weights.query_scale, eps)
@@ -262,7 +279,7 @@ def write_latents_torch(
     store_rows_torch(latent_TL, latent_pool, latent_slot_T)
     observed_TR = unrotated_TR if observe else None
     if weights.index_norm_J is None or weights.index_bias_J is None or index_pool is None or index_slot_T is None:
-        return NewLatents(q_latent_TQ, latent_TL, None, None, observed_TR)
+        return NewLatents(q_latent_TQ, latent_TL, None, None, observed_TR, gate_TH)
 
     norm_J, bias_J = weights.index_norm_J.to(wide), weights.index_bias_J.to(wide)
     index_key_TJ = F.layer_norm(index_key_TJ.to(wide), (layout.index_key,), norm_J, bias_J, INDEX_KEY_EPS)
@@ -270,7 +287,7 @@ def write_latents_torch(
     index_key_TJ = torch.cat((rotate_torch(rotated_TR, cos_sin_TR), rest), dim=-1)
     store_rows_torch(index_key_TJ, index_pool, index_slot_T)
     head_weights_TI = head_weights_TI.to(wide) * layout.index_heads**-0.5
-    return NewLatents(q_latent_TQ, latent_TL, index_key_TJ, head_weights_TI, observed_TR)
+    return NewLatents(q_latent_TQ, latent_TL, index_key_TJ, head_weights_TI, observed_TR, gate_TH)
 
 
 def _rescaled_rms_norm(x: Tensor, weight: Tensor, scale: float, eps: float) -> Tensor:
@@ -280,7 +297,7 @@ def _rescaled_rms_norm(x: Tensor, weight: Tensor, scale: float, eps: float) -> T
 
 
 def write_latents_triton(
-    a_TX: Tensor,
+    a_STX: Tensor,
     layout: AProjection,
     weights: LatentWeights,
     eps: float,
@@ -293,18 +310,19 @@ def write_latents_triton(
 ) -> NewLatents:
     """Norm, rescale, rotate and cache the step's tokens.
 
-    a_TX: lanes as `layout` says, float32 or bfloat16; norm weights and pools: the same dtype; eps: of the RMS norms.
+    a_STX: the projection in parts, lanes as `layout` says, float32 or bfloat16; eps: of the RMS norms.
+    Norm weights and pools: one dtype, float32 or bfloat16, which the sum of the parts is rounded to.
     cos_sin_TR: float32, [cos R/2 | sin R/2] of each token's angles.
     latent_pool [..., L], index_pool [..., J]: written at the flat rows latent_slot_T and index_slot_T, int64; -1: not.
     The index tensors are given on full layers, and only there.
-    Returns: `NewLatents`; head_weights_TI is float32, all else the dtype of a.
+    Returns: `NewLatents`; head_weights_TI is float32, all else the dtype of the norm weights.
     Raises: KernelInputError for another shape, dtype or stride, or index tensors that do not fit the layout.
     """
-    check_tensor("a", a_TX, (None, layout.width), torch.float32, torch.bfloat16)
-    T, dtype = len(a_TX), a_TX.dtype
+    check_tensor("a", a_STX, (None, None, layout.width), torch.float32, torch.bfloat16)
+    (S, T, _), dtype = a_STX.shape, weights.query_norm_Q.dtype
     Q, C, R, J, heads = layout.query, layout.latent, layout.rope, layout.index_key, layout.index_heads
     check_tensor("cos_sin", cos_sin_TR, (T, R), torch.float32)
-    check_tensor("query norm", weights.query_norm_Q, (Q,), dtype)
+    check_tensor("query norm", weights.query_norm_Q, (Q,), torch.float32, torch.bfloat16)
     check_tensor("latent norm", weights.latent_norm_C, (C,), dtype)
     check_tensor("rope norm", weights.rope_norm_R, (R,), dtype)
     check_tensor("latent slot", latent_slot_T, (T,), torch.int64)
@@ -323,23 +341,28 @@ def write_latents_triton(
         index_row = index_rows.stride(0)
 
     def empty(*shape: int, of: torch.dtype = dtype) -> Tensor:
-        return torch.empty(*shape, dtype=of, device=a_TX.device)
+        return torch.empty(*shape, dtype=of, device=a_STX.device)
 
+    is_whole = S == 1 and a_STX.dtype == dtype
     new = NewLatents(
         empty(T, Q),
         empty(T, C + R),
         empty(T, J) if J else None,
         empty(T, heads, of=torch.float32) if J else None,
         empty(T, R) if observe else None,
+        layout.gate_of(a_STX[0]) if is_whole else empty(T, layout.gate),
     )
-    _write_latents_kernel[(T, 3 if J else 2)](
-        a_TX, weights.query_norm_Q, weights.latent_norm_C, weights.rope_norm_R, weights.index_norm_J,
-        weights.index_bias_J, cos_sin_TR, *new, latent_rows, latent_slot_T, index_rows, index_slot_T,
+    parts = 4 if not is_whole else 3 if J else 2
+    _write_latents_kernel[(T, parts)](
+        a_STX, weights.query_norm_Q, weights.latent_norm_C, weights.rope_norm_R, weights.index_norm_J,
+        weights.index_bias_J, cos_sin_TR, *new[:-1], None if is_whole else new.gate_TH,
+        latent_rows, latent_slot_T, index_rows, index_slot_T,
         weights.query_scale, weights.latent_scale, heads**-0.5 if heads else 0.0, eps, INDEX_KEY_EPS,
-        a_TX.stride(0), cos_sin_TR.stride(0), latent_rows.stride(0), index_row,
-        Q=Q, C=C, R=R, J=J, INDEX_HEADS=heads, LATENT_AT=layout.latent_at, INDEX_AT=layout.index_key_at,
+        *a_STX.stride()[:2], cos_sin_TR.stride(0), latent_rows.stride(0), index_row,
+        S=S, Q=Q, C=C, R=R, J=J, INDEX_HEADS=heads, HEADS=layout.gate,
+        LATENT_AT=layout.latent_at, GATE_AT=layout.gate_at, INDEX_AT=layout.index_key_at,
         BLOCK_Q=next_power_of_2(Q), BLOCK_C=next_power_of_2(C), BLOCK_R=tile(R), BLOCK_J=next_power_of_2(max(2, J)),
-        BLOCK_I=next_power_of_2(heads), num_warps=4,
+        BLOCK_I=next_power_of_2(heads), BLOCK_H=next_power_of_2(layout.gate), num_warps=4,
     )  # fmt: skip
     return new
 

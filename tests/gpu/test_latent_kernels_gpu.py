@@ -37,7 +37,7 @@ def call(write, layout, pages, page_size):
             for width in (layout.row, layout.index_key)
         ]
         index = (pools[1], slots) if layout.index_key else ()
-        new = write(a, layout, norms, EPS, cos_sin, pools[0], slots, *index, observe=True)
+        new = write(a[None], layout, norms, EPS, cos_sin, pools[0], slots, *index, observe=True)
         return *new, *pools
 
     return run

@@ -15,6 +15,7 @@ from optimized import moe as layer
 from optimized.device import choose
 from optimized.errors import KernelInputError, NotSupportedError
 from optimized.kernels import experts
+from optimized.kernels.norm import add_parts_rms_norm_triton
 from reference.config import tiny
 from reference.errors import CheckpointError
 from reference.layers.moe import Moe
@@ -256,6 +257,10 @@ def test_layer_as_good_as_its_twin_and_equal_to_the_reference(T: int, shared: in
     unobserved, nothing = run(x_TD, packed, ops=choose(DEVICE, "triton"))
     assert nothing is None
     assert torch.equal(unobserved, out)
+    parts, _ = layer.moe_parts(x_TD, packed, config, choose(DEVICE, "triton"))
+    assert parts.parts_STX.shape == (config.num_experts_per_tok + shared, T, config.hidden_size)
+    sum_TD, _ = add_parts_rms_norm_triton(None, parts.parts_STX, x_TD[0], 1e-5, parts.weights_TK)
+    assert torch.equal(sum_TD, out)
 
 
 def test_refuses() -> None:

@@ -20,6 +20,7 @@ from optimized.kernels.latent import (
     write_latents_torch,
     write_latents_triton,
 )
+from optimized.kernels.parts import whole
 
 pytest.importorskip("triton")
 
@@ -51,14 +52,15 @@ def run(write, layout, page, observe):
     """`write` as a function of tensors, so that the truth can widen them; returns its outputs and the pools."""
 
     def call(a, cos_sin, slots, *weights):
-        T, dtype = len(a), a.dtype
+        parts = a if a.dim() == 3 else a[None]
+        T, dtype = parts.shape[1], weights[0].dtype
         norms = LatentWeights(*weights[:3], query_scale=1.75, latent_scale=2.5)
         latent_pool = pool_of(page, T // page + 2, layout.row, dtype)
         index = (None, None)
         if layout.index_key:
             norms = norms._replace(index_norm_J=weights[3], index_bias_J=weights[4])
             index = (pool_of(page, T // page + 2, layout.index_key, dtype), slots.flip(0))
-        new = write(a, layout, norms, EPS, cos_sin, latent_pool, slots, *index, observe=observe)
+        new = write(parts, layout, norms, EPS, cos_sin, latent_pool, slots, *index, observe=observe)
         return *new, latent_pool, index[0]
 
     return call
@@ -83,12 +85,28 @@ def test_write_latents_is_as_good_as_eager(dtype, name, T, page, observe):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("S", [1, 2, 5])
+def test_a_projection_in_parts_is_added_up(dtype, name, S):
+    """The same bytes as of the sum, rounded before; the gate is then a sum as well."""
+    layout = LAYOUTS[name]
+    _, *rest = arguments_of(layout, 3, dtype)
+    (parts,) = draws(torch.float32, (S, 3, layout.width))
+    calls = [run(write, layout, 2, True) for write in (poisoned(write_latents_triton), write_latents_torch)]
+    check_against_twin(*calls, parts, *rest)
+    sum_TX = whole(parts, dtype)
+    for added, before in zip(calls[0](parts, *rest), calls[0](sum_TX, *rest), strict=True):
+        assert added is before is None or assert_same_bytes(added, before) is None
+    assert_same_bytes(calls[0](parts, *rest)[5], layout.gate_of(sum_TX))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_pools_hold_what_is_returned_and_nothing_else_is_written(dtype):
     a, cos_sin, _, *weights = arguments_of(FULL, 3, dtype)
     norms = LatentWeights(*weights[:3], 1.0, 1.0, *weights[3:])
     latent_pool, index_pool = pool_of(4, 2, FULL.row, dtype), pool_of(2, 4, FULL.index_key, dtype)
     slots, index_slots = torch.tensor([[6, -1, 0], [-1, 7, 2]], device=DEVICE)
-    new = write_latents_triton(a, FULL, norms, EPS, cos_sin, latent_pool, slots, index_pool, index_slots)
+    new = write_latents_triton(a[None], FULL, norms, EPS, cos_sin, latent_pool, slots, index_pool, index_slots)
     assert new.k_rope_unrotated_TR is None
     for pool, rows, written in (
         (latent_pool, new.latent_TL, {6: 0, 0: 2}),
@@ -118,7 +136,7 @@ def test_same_bytes_alone_in_company_and_again(layout):
     out = call(a, cos_sin, slots, *weights)
     for first, again in zip(out, call(a, cos_sin, slots, *weights), strict=True):
         assert first is again is None or assert_same_bytes(first, again) is None
-    for row, alone in zip(out[:5], call(a[2:3], cos_sin[2:3], slots[2:3] * 0, *weights)[:5], strict=True):
+    for row, alone in zip(out[:6], call(a[2:3], cos_sin[2:3], slots[2:3] * 0, *weights)[:6], strict=True):
         assert row is alone is None or assert_same_bytes(row[2:3], alone) is None
 
 
@@ -144,13 +162,13 @@ def test_wrong_input_is_named():
     norms = LatentWeights(*weights[:3], 1.0, 1.0, *weights[3:])
     latent_pool, index_pool = pool_of(1, 3, FULL.row, torch.float32), pool_of(1, 3, FULL.index_key, torch.float32)
     with pytest.raises(KernelInputError, match="latent pool"):
-        write_latents_triton(a, FULL, norms, EPS, cos_sin, index_pool, slots, index_pool, slots)
+        write_latents_triton(a[None], FULL, norms, EPS, cos_sin, index_pool, slots, index_pool, slots)
     with pytest.raises(KernelInputError, match="index norm, bias, pool and slots all"):
-        write_latents_triton(a, FULL, norms, EPS, cos_sin, latent_pool, slots)
+        write_latents_triton(a[None], FULL, norms, EPS, cos_sin, latent_pool, slots)
     with pytest.raises(KernelInputError, match=r"slot in torch\.int64"):
-        write_latents_triton(a, FULL, norms, EPS, cos_sin, latent_pool, slots.int(), index_pool, slots)
-    with pytest.raises(KernelInputError, match=r"expected a \(any, 93\)"):
-        write_latents_triton(a[:, 1:], FULL, norms, EPS, cos_sin, latent_pool, slots, index_pool, slots)
+        write_latents_triton(a[None], FULL, norms, EPS, cos_sin, latent_pool, slots.int(), index_pool, slots)
+    with pytest.raises(KernelInputError, match=r"expected a \(any, any, 93\)"):
+        write_latents_triton(a[None, :, 1:], FULL, norms, EPS, cos_sin, latent_pool, slots, index_pool, slots)
     with pytest.raises(KernelInputError, match="equally far apart"):
         store_rows_triton(a[:2, :4], torch.zeros(3, 3, 4, device=DEVICE)[:, :2], slots[:2])
 

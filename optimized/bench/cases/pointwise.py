@@ -153,7 +153,7 @@ def _write_latents(T: int, config: TextConfig, geometry: MlaGeometry, page_size:
 
         def with_rows(chosen: Any) -> tuple[Any, ...]:
             slots = (slot_T[chosen], index_pool, None if index_slot_T is None else index_slot_T[chosen])
-            return (a_TX[chosen], layout, weights, config.rms_norm_eps, cos_sin_TR[chosen], latent_pool, *slots)
+            return (a_TX[chosen][None], layout, weights, config.rms_norm_eps, cos_sin_TR[chosen], latent_pool, *slots)
 
         def check(out: Any) -> list[Triple]:
             assert latent_pool is not None
