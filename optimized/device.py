@@ -53,6 +53,9 @@ OPS = {
     "expert_swiglu": "optimized.kernels.experts",
     "expert_down": "optimized.kernels.experts",
     "combine": "optimized.kernels.experts",
+    "quantize_rows": "optimized.kernels.fp8",
+    "fp8_swiglu": "optimized.kernels.experts_fp8",
+    "fp8_down": "optimized.kernels.experts_fp8",
 }
 
 

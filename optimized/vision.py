@@ -21,10 +21,11 @@ from torch import Tensor
 
 from optimized.device import Backend, Ops, choose
 from optimized.errors import NotSupportedError
-from optimized.moe import PackedExperts, moe
+from optimized.moe import moe
+from optimized.moe_fp8 import fp8_moe
 from optimized.observe import BatchObserver, Segment
 from optimized.vision_plan import FramesOnDevice, VisionRun, upload, vision_runs
-from optimized.vision_weights import BlockWeights, PackedVision, State, pack_vision
+from optimized.vision_weights import BlockWeights, PackedVision, State, pack_vision, quantized_vision
 from reference.config import VisionConfig
 from reference.layers.vision_grid import Grid, VisionInputError, patch_count
 from reference.probe import is_observed, scope
@@ -40,9 +41,13 @@ MERGER_EPS = 1e-6
 
 @dataclass(frozen=True)
 class VisionOptions:
-    """`most_patches`: how many patches are in memory at once, with some 45 kB of intermediates each when released."""
+    """`most_patches`: how many patches are in memory at once, with some 45 kB of intermediates each when released.
+
+    `fp8_experts`: weights and activations of the experts in 8 bits, which changes the result (see `moe_fp8`).
+    """
 
     most_patches: int = 65536
+    fp8_experts: bool = False
 
 
 class Routing(NamedTuple):
@@ -85,6 +90,8 @@ class VisionTower:
         if (numerics or VisionNumerics()) != VisionNumerics():
             raise NotSupportedError(f"the optimized tower has the default numerics only, found {numerics}")
         ops = choose(device, backend)
+        if options and options.fp8_experts:
+            return cls(config, quantized_vision(pack_vision(state, config, device, dtype)), ops, options)
         return cls(config, pack_vision(state, config, device, dtype), ops, options)
 
     @torch.no_grad()
@@ -178,12 +185,14 @@ class VisionTower:
     def _feed_forward(self, block: BlockWeights, x_TD: Tensor, see: BatchObserver) -> Tensor:
         if block.dense is not None:
             return self.ops.swiglu(x_TD @ block.dense.gate_up_XD.T) @ block.dense.down_DF.T
-        assert block.experts is not None
-        return self._experts(block.experts, x_TD, see)
-
-    def _experts(self, experts: PackedExperts, x_TD: Tensor, see: BatchObserver) -> Tensor:
-        routing = Routing(min(self.config.num_experts_per_tok, experts.routed))
-        output_TD, observed = moe(x_TD, experts, routing, self.ops, is_observed())
+        chosen = self.config.num_experts_per_tok
+        if block.fp8 is not None:
+            routing = Routing(min(chosen, block.fp8.routed))
+            output_TD, observed = fp8_moe(x_TD, block.fp8, routing, self.ops, is_observed())
+        else:
+            assert block.experts is not None
+            routing = Routing(min(chosen, block.experts.routed))
+            output_TD, observed = moe(x_TD, block.experts, routing, self.ops, is_observed())
         if observed is not None:
             with scope("router"):
                 see.only("logits", observed.logits_TE)

@@ -2,6 +2,7 @@
 
 gate_up   rows [fc1 F | fc3 F]; down is fc2
 experts   stacks, as the text model's: see `moe`; a block has as many as the pyramid gives it, and no shared one
+fp8       the same in 8 bits, in their place: see `moe_fp8`; what is quantized cannot be unpacked
 
 Names are those of the release without `vision_encoder.`. Packing only moves values, through one table, as in `weights`.
 Source: vision specification, section 8.
@@ -9,12 +10,13 @@ Source: vision specification, section 8.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from optimized.moe import PackedExperts, Place
+from optimized.moe_fp8 import Fp8Experts, quantize_experts
 from optimized.weights import DenseWeights, New, State, fill, whole
 from reference.config import VisionConfig
 
@@ -24,7 +26,7 @@ from reference.config import VisionConfig
 
 @dataclass(frozen=True)
 class BlockWeights:
-    """One block; either `dense` or `experts` is None. `qkv_XD` rows are [q D | k D | v D], head by head."""
+    """One block; one of `dense`, `experts` and `fp8` is not None. `qkv_XD` rows are [q D | k D | v D], head by head."""
 
     norm_1_D: Tensor
     qkv_XD: Tensor
@@ -34,6 +36,7 @@ class BlockWeights:
     norm_2_D: Tensor
     dense: DenseWeights | None
     experts: PackedExperts | None
+    fp8: Fp8Experts | None = None
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,8 @@ class PackedVision:
 
     @property
     def nbytes(self) -> int:
-        return sum(piece.nbytes for place in vision_places(self).values() for piece in place.pieces)
+        plain = sum(piece.nbytes for place in vision_places(self).values() for piece in place.pieces)
+        return plain + sum(block.fp8.nbytes for block in self.blocks if block.fp8)
 
 
 def pack_vision(state: State, config: VisionConfig, device: torch.device | str, dtype: torch.dtype) -> PackedVision:
@@ -76,8 +80,20 @@ def pack_vision(state: State, config: VisionConfig, device: torch.device | str, 
     return packed
 
 
+def quantized_vision(packed: PackedVision) -> PackedVision:
+    """The same tower with its experts in 8 bits; everything else is shared. Blocks without experts stay as they are.
+
+    Of a `packed` that nobody else holds the wide experts are let go block by block.
+    """
+    blocks, packed = list(packed.blocks), replace(packed, blocks=())
+    for index, block in enumerate(blocks):
+        if block.experts is not None:
+            blocks[index] = replace(block, experts=None, fp8=quantize_experts(block.experts))
+    return replace(packed, blocks=tuple(blocks))
+
+
 def unpack_vision(packed: PackedVision) -> dict[str, Tensor]:
-    """The state dict that was packed, bit for bit, in tensors of its own."""
+    """The state dict that was packed, bit for bit, in tensors of its own; without experts that were quantized."""
     return {name: torch.cat(place.pieces, place.dim) for name, place in vision_places(packed).items()}
 
 
@@ -123,9 +139,11 @@ def _block_places(block: BlockWeights) -> dict[str, Place]:
     }
     if block.dense is not None:
         places |= _mlp_places("mlp", block.dense.gate_up_XD, block.dense.down_DF)
+    routed = block.experts or block.fp8
+    if routed is not None:
+        places["mlp.gate_weight"] = whole(routed.router_weight_ED)
+        places["mlp.router_bias"] = whole(routed.bias_E)
     if block.experts is not None:
-        places["mlp.gate_weight"] = whole(block.experts.router_weight_ED)
-        places["mlp.router_bias"] = whole(block.experts.bias_E)
         stacks = zip(block.experts.gate_up_EXD, block.experts.down_EDF, strict=True)
         for expert, (gate_up_XD, down_DF) in enumerate(stacks):
             places |= _mlp_places(f"mlp.experts.{expert}", gate_up_XD, down_DF)

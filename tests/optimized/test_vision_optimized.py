@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from kernel_checks import DEVICE, DTYPES, check_against_twin
+from kernel_checks import DEVICE, DTYPES, assert_as_good_as_eager, check_against_twin
 from torch import Tensor
 
 from optimized.device import choose
@@ -22,7 +22,7 @@ from optimized.kernels.common import HAS_TRITON
 from optimized.kernels.vision_heads import norm_rotate_heads_torch_, norm_rotate_heads_triton_
 from optimized.vision import VisionOptions, VisionTower
 from optimized.vision_plan import upload, vision_runs
-from optimized.vision_weights import empty_vision, pack_vision, unpack_vision
+from optimized.vision_weights import empty_vision, pack_vision, quantized_vision, unpack_vision
 from parity.engine_vision import VisionOptimizedRunner
 from parity.runners.reference_vision import Values, VisionReferenceRunner, run_case
 from parity.schema_vision import VISION_PROBES, vision_pattern_of
@@ -246,6 +246,39 @@ def test_the_router_bias_stays_wide() -> None:
     biases = [block.experts.bias_E.dtype for block in packed.blocks if block.experts]
     assert biases == [torch.float32] * 3
     assert choose("cpu", "torch").choices["norm_rotate_heads_"].backend == "torch"
+
+
+# Experts in 8 bits
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
+def test_a_tower_with_8_bit_experts_is_the_scheme(backend: str) -> None:
+    """As good as the twins, against the same quantization in float64; and not what the unquantized tower is."""
+    state = {
+        name.removeprefix(VISION): tensor
+        for name, tensor in synthetic_tensors(note_config(SMALL_TOWER))
+        if name.startswith(VISION)
+    }
+    pixels = SMALL.pixels(SMALL_TOWER)
+
+    def run(dtype: torch.dtype, backend: str, options: VisionOptions) -> Tensor:
+        cast = {name: tensor.to(torch.promote_types(tensor.dtype, dtype)) for name, tensor in state.items()}
+        return VisionTower.from_state(SMALL_TOWER, cast, dtype, DEVICE, backend, options)(pixels, SMALL.grids)
+
+    options = VisionOptions(fp8_experts=True)
+    truth, eager = run(torch.float64, "torch", options), run(torch.bfloat16, "torch", options)
+    assert_as_good_as_eager(run(torch.bfloat16, backend, options), eager, truth)
+    wide = run(torch.float64, "torch", VisionOptions())
+    assert 1e-4 < (wide - truth).norm() / wide.norm() < 0.1
+
+
+def test_a_quantized_tower_holds_no_wide_experts() -> None:
+    packed = quantized_vision(pack_vision(STATE, VISION_CONFIG, "cpu", torch.bfloat16))
+    assert all(block.experts is None for block in packed.blocks)
+    assert [block.fp8.routed for block in packed.blocks if block.fp8] == [4, 7, 12]
+    names = unpack_vision(packed)
+    assert not any(".experts." in name for name in names)
+    assert packed.nbytes > sum(tensor.nbytes for tensor in names.values())
 
 
 # The kernel
