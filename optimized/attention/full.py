@@ -121,7 +121,10 @@ class _FullCore:
         return gated(rows, self.front, core_THV, self.layer)
 
     def _scores(self, group: FullGroup[Tensor], block: RowBlock[Tensor]) -> Tensor | None:
-        """float32 [rows, keys], not written behind a row's position. None where nobody selects or looks."""
+        """float32 [rows, keys], not written behind a row's position. None where nobody selects or looks.
+
+        Rows that take every key that they see have scores only if somebody looks.
+        """
         if not group.selects and not self.shown:
             return None
         front, rows = self.front, slice(block.start, block.stop)
@@ -139,6 +142,7 @@ class _FullCore:
             self.step.request_T[rows],
             self.step.positions_T[rows],
             torch.empty(shape, dtype=torch.promote_types(front.q_THX.dtype, torch.float32), device=front.q_THX.device),
+            unscored=0 if self.shown else self.topk,
             **runs,
         )
 

@@ -27,7 +27,7 @@ RESIDENT = 132 * 4
 @triton.jit
 def _index_scores_kernel(
     query, query_row, query_head, weights, weights_row, pool, page_stride, key_stride, table, table_row, requests,
-    positions, run_starts, out, out_row, runs, tiles, splits, scale,
+    positions, run_starts, out, out_row, runs, tiles, splits, table_pages, unscored, scale,
     HEADS: tl.constexpr, LANES: tl.constexpr, PAGE: tl.constexpr, HAS_RUNS: tl.constexpr, WIDEN: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
@@ -43,24 +43,26 @@ def _index_scores_kernel(
     first += tile_of_run * BLOCK_T
     t_T = first + tl.arange(0, BLOCK_T)
     position_T = tl.load(positions + t_T, mask=t_T < end, other=-1)
+    position_T = tl.where(position_T >= unscored, position_T, -1)
     last = tl.max(position_T)
+    # What does not hang on positions is on its way together with them: a cold row waits for each load in turn.
+    pages = table + tl.load(requests + first, mask=first < end, other=0).to(tl.int64) * table_row
+    m_M = tl.arange(0, BLOCK_T * BLOCK_I)
+    t_M, i_M = first + m_M // BLOCK_I, m_M % BLOCK_I
+    is_head_M = (t_M < end) & (i_M < HEADS)
+    j_J = tl.arange(0, BLOCK_J)
+    is_lane_J = j_J < LANES
+    query_MJ = tl.load(
+        query + (t_M * query_row + i_M * query_head)[:, None] + j_J[None, :],
+        mask=is_head_M[:, None] & is_lane_J[None, :],
+        other=0,
+    )
+    weight_M = tl.load(weights + t_M * weights_row + i_M, mask=is_head_M, other=0)
     if split * BLOCK_S <= last:
-        m_M = tl.arange(0, BLOCK_T * BLOCK_I)
-        t_M, i_M = first + m_M // BLOCK_I, m_M % BLOCK_I
-        is_head_M = (t_M < end) & (i_M < HEADS)
-        j_J = tl.arange(0, BLOCK_J)
-        is_lane_J = j_J < LANES
-        query_MJ = tl.load(
-            query + (t_M * query_row + i_M * query_head)[:, None] + j_J[None, :],
-            mask=is_head_M[:, None] & is_lane_J[None, :],
-            other=0,
-        )
-        weight_M = tl.load(weights + t_M * weights_row + i_M, mask=is_head_M, other=0)
-        pages = table + tl.load(requests + first).to(tl.int64) * table_row
         for start in range(split * BLOCK_S, last + 1, splits * BLOCK_S):
             s_S = start + tl.arange(0, BLOCK_S)
             is_key_S = s_S <= last
-            page_S = tl.load(pages + s_S // PAGE, mask=is_key_S, other=0).to(tl.int64)
+            page_S = tl.load(pages + s_S // PAGE, mask=s_S // PAGE < table_pages, other=0).to(tl.int64)
             key_SJ = tl.load(
                 pool + (page_S * page_stride + s_S % PAGE * key_stride)[:, None] + j_J[None, :],
                 mask=is_key_S[:, None] & is_lane_J[None, :],
@@ -70,6 +72,16 @@ def _index_scores_kernel(
             terms_SM = tl.maximum(dots_SM, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight_M[None, :]
             scores_ST = tl.sum(tl.reshape(terms_SM, (BLOCK_S, BLOCK_T, BLOCK_I)), axis=2) * scale
             tl.store(out + (t_T * out_row)[None, :] + s_S[:, None], scores_ST, mask=s_S[:, None] <= position_T[None, :])
+
+
+def tiling(runs: int, max_queries: int, block_I: int, dtype: torch.dtype) -> tuple[int, int, int, int, int]:
+    """Queries and keys of a tile, programs that are wanted at the same time, warps and pipeline stages."""
+    if dtype == torch.float32:
+        return 1, 32, RESIDENT, 4, 2
+    block_T = min(next_power_of_2(max_queries), max(1, 256 // block_I))
+    if block_T > 1:
+        return block_T, 64, RESIDENT, 8, 4
+    return 1, 64, RESIDENT, 4, 5 if runs >= 64 else 4
 
 
 def index_scores_torch(
@@ -82,11 +94,12 @@ def index_scores_torch(
     out_TS: Tensor,
     query_start_B1: Tensor | None = None,
     max_queries: int = 1,
+    unscored: int = 0,
 ) -> Tensor:
     wide = torch.promote_types(query_TIJ.dtype, torch.float32)
     page_size, J = index_pool.shape[1:]
     for t, (request, position) in enumerate(zip(request_T.tolist(), positions_T.tolist(), strict=True)):
-        count = max(0, position + 1)
+        count = position + 1 if position >= unscored else 0
         s_S = torch.arange(count, device=query_TIJ.device)
         key_SJ = index_pool[block_table_BP[request, s_S // page_size].long(), s_S % page_size].to(wide)
         dots_IS = query_TIJ[t].to(wide) @ key_SJ.T * J**-0.5
@@ -104,6 +117,7 @@ def index_scores_triton(
     out_TS: Tensor,
     query_start_B1: Tensor | None = None,
     max_queries: int = 1,
+    unscored: int = 0,
 ) -> Tensor:
     """Writes the scores of every query and the keys up to its position; leaves the rest of `out_TS` as it was.
 
@@ -114,6 +128,7 @@ def index_scores_triton(
     out_TS: float32, S greater than every position; rows may lie further apart than S.
     query_start_B1: int32; rows query_start[b] to query_start[b + 1] belong to one request, are at most `max_queries`,
     and share what they read. Without it every row is on its own.
+    `unscored`: rows at positions below it have no scores, since they take every key that they see.
     Returns out_TS. Raises: KernelInputError for another shape, dtype or a last dim that is not dense.
     """
     check_tensor("query", query_TIJ, (None, None, None), torch.float32, torch.bfloat16)
@@ -133,18 +148,16 @@ def index_scores_triton(
     S, page_size = out_TS.shape[1], index_pool.shape[1]
     if not runs or not max_queries or not S:
         return out_TS
-    is_wide = query_TIJ.dtype == torch.float32
     BLOCK_I = tile(heads)
-    BLOCK_T = 1 if is_wide else min(next_power_of_2(max_queries), max(1, 256 // BLOCK_I))
-    BLOCK_S = 32 if is_wide else 64
+    BLOCK_T, BLOCK_S, resident, warps, stages = tiling(runs, max_queries, BLOCK_I, query_TIJ.dtype)
     tiles = triton.cdiv(max_queries, BLOCK_T)
-    splits = min(triton.cdiv(S, BLOCK_S), triton.cdiv(RESIDENT, runs * tiles))
+    splits = min(triton.cdiv(S, BLOCK_S), triton.cdiv(resident, runs * tiles))
     _index_scores_kernel[(runs * tiles * splits,)](
         query_TIJ, query_TIJ.stride(0), query_TIJ.stride(1), head_weights_TI, head_weights_TI.stride(0),
         index_pool, index_pool.stride(0), index_pool.stride(1), block_table_BP, block_table_BP.stride(0), request_T,
-        positions_T, query_start_B1, out_TS, out_TS.stride(0), runs, tiles, splits, J**-0.5,
-        HEADS=heads, LANES=J, PAGE=page_size, HAS_RUNS=query_start_B1 is not None, WIDEN=widen(query_TIJ.dtype),
-        BLOCK_T=BLOCK_T, BLOCK_I=BLOCK_I, BLOCK_J=tile(J), BLOCK_S=BLOCK_S,
-        num_warps=4 if BLOCK_T == 1 else 8, num_stages=2 if is_wide else 5 if BLOCK_T == 1 and runs >= 64 else 4,
+        positions_T, query_start_B1, out_TS, out_TS.stride(0), runs, tiles, splits, block_table_BP.shape[1], unscored,
+        J**-0.5, HEADS=heads, LANES=J, PAGE=page_size, HAS_RUNS=query_start_B1 is not None,
+        WIDEN=widen(query_TIJ.dtype), BLOCK_T=BLOCK_T, BLOCK_I=BLOCK_I, BLOCK_J=tile(J), BLOCK_S=BLOCK_S,
+        num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out_TS

@@ -2,16 +2,18 @@
 
 selected(t) = the min(k, n) visible keys of largest score, n = position of t + 1
 
-A program holds the scores of a row, or of a part of it, in registers and finds the threshold by bisection, on integers
-that sort like the floats. At least k scores reach `low`, fewer than k reach `high`; the middle replaces one of the two
-until exactly k scores reach `low` or high = low + 1, after 32 steps at most. The keys from `high` on are chosen; those
-in between are equal or all wanted: the first by position, until there are k. One prefix sum finds the place of every
-chosen key. Rows that are too long, or too few to fill the device, take more steps of the same kernel: the best k
-of each part, then the best k of these; they stay in the order of position, so ties are settled alike.
+A program holds the scores of a row, or of a part of it, in registers and brackets the threshold, on integers that sort
+like the floats: at least k scores reach `low`, fewer than k reach `high`, and a probe in between that is counted
+replaces one of the two, until exactly k reach `low` or high = low + 1. The first probe is where the threshold of a
+normal distribution would lie; the next go on from there, four times as far each, until one falls on the other side;
+then they interpolate, and bisect where that does not halve what lies between. Smooth scores take 5 to 8 probes. After
+PROBES of them, ties and gaps are left to bisection of the integers, in at most 32 steps.
+A second pass over the row in pieces chooses the keys from `high` on; those in between are equal or all wanted: the
+first by position, until there are k. A prefix sum finds the place of every chosen key. Rows that are too long, or too
+few to fill the device, take more steps of the same kernel: the best k of each part, then the best k of these; they
+stay in the order of position, so ties are settled alike. Where a row sees at most k keys no score is read.
 Counts are integers, and the only atomics `or` distinct bits: same input, same bytes. Columns behind a row's position
-are not read. Measured on an H200, k = 2048, in a graph: 26 / 30 / 43 / 85 us for 1 / 16 / 64 / 256 rows of 32768,
-8 to 12 for those of 4096. Three instructions a score and step, on units of half rate, bound it, not the bytes.
-Source: text_model specification, section 7.2.
+are not read. Source: text_model specification, section 7.2.
 """
 
 import torch
@@ -28,6 +30,8 @@ LARGEST_PART = 32768
 SMALL_PART = 8192
 # Programs of small parts that run at the same time, four for each multiprocessor.
 RESIDENT = 132 * 4
+# Guesses at the threshold; a row that they do not settle is bisected, in at most 32 steps more.
+PROBES = 10
 
 
 @triton.jit
@@ -43,49 +47,98 @@ def _value(image):
 
 
 @triton.jit
-def _chosen(scores, n, k, BLOCK: tl.constexpr):
-    """Which of the first n scores are among the best k, and the place of each in their list; both [BLOCK]."""
-    s_S = tl.arange(0, BLOCK)
-    score_S = tl.load(scores + s_S, mask=s_S < n, other=float("-inf"))
+def _guess(score_S, is_key_S, n, k):
+    """Where the k-th largest of n would lie if the scores were normal, and how many there would be to a unit of score.
+
+    The quantile is formula 26.2.22 of Abramowitz and Stegun, good to 0.003 standard deviations.
+    """
+    mean = tl.sum(tl.where(is_key_S, score_S, 0.0)) / n
+    square = tl.sum(tl.where(is_key_S, (score_S - mean) * (score_S - mean), 0.0)) / n
+    deviation = tl.maximum(tl.sqrt(square), 1e-30)
+    share = (k - 0.5) / n
+    t = tl.sqrt(-2.0 * tl.log(tl.minimum(share, 1.0 - share)))
+    z = t - (2.30753 + 0.27061 * t) / (1.0 + 0.99229 * t + 0.04481 * t * t)
+    z = tl.where(share <= 0.5, z, -z)
+    return mean + deviation * z, n * 0.398942 * tl.exp(-0.5 * z * z) / deviation
+
+
+@triton.jit
+def _threshold(scores, n, k, PROBES: tl.constexpr, BLOCK: tl.constexpr):
+    """(low, high, from_high): at least k of the n scores reach `low`, fewer than k reach `high`, from_high in number.
+
+    Exactly k reach `low`, or high = low + 1. Where n <= k nothing is read.
+    """
     low = tl.full((), -0x7F800000, tl.int32)  # the lowest finite number: every score, not the infinity of a masked one
-    largest = tl.max(score_S)
-    high = _image(tl.where(largest == 0.0, 0.0, largest)) + 1  # -0.0 is 0.0, here and where floats are compared
+    high = tl.full((), 0x7F800000, tl.int32)
     from_low, from_high = n, 0
-    while (from_low > k) & (low + 1 < high):
-        middle = (low >> 1) + (high >> 1) + (low & high & 1)
-        count = tl.sum((score_S >= _value(middle)).to(tl.int32))
-        is_enough = count >= k
-        low, high = tl.where(is_enough, middle, low), tl.where(is_enough, high, middle)
-        from_low, from_high = tl.where(is_enough, count, from_low), tl.where(is_enough, from_high, count)
+    if n > k:
+        s_S = tl.arange(0, BLOCK)
+        is_key_S = s_S < n
+        score_S = tl.load(scores + s_S, mask=is_key_S, other=float("-inf"))
+        probe, density = _guess(score_S, is_key_S, n, k)
+        step, between, probes = 0.0, n, 0
+        while (from_low > k) & (low + 1 < high):
+            image = tl.minimum(tl.maximum(_image(probe), low + 1), high - 1)
+            is_probe = (probes < PROBES) & (tl.abs(probe) < float("inf"))
+            image = tl.where(is_probe, image, (low >> 1) + (high >> 1) + (low & high & 1))
+            value = _value(image)
+            count = tl.sum((score_S >= value).to(tl.int32))
+            is_enough = count >= k
+            low, high = tl.where(is_enough, image, low), tl.where(is_enough, high, image)
+            from_low, from_high = tl.where(is_enough, count, from_low), tl.where(is_enough, from_high, count)
+            probes += 1
+            if (from_low < n) & (from_high > 0):
+                share = (from_low - k + 0.5) / (from_low - from_high + 1)
+                share = tl.where(((from_low - from_high) * 2 > between) & (probes % 2 == 0), 0.5, share)
+                between = from_low - from_high
+                probe = _value(low) + (_value(high) - _value(low)) * share
+            else:
+                step = tl.maximum(4.0 * step, (1.25 * tl.abs(count - k) + 2.0) / density)
+                probe = value + tl.where(is_enough, step, -step)
+    return low, high, from_high
+
+
+@triton.jit
+def _chosen(score_S, is_key_S, n, k, low, high, wanted, above, between):
+    """Which scores are among the best k, the place of each in their list, and `above` and `between` moved on.
+
+    `above` scores before these reach `high`, `between` lie from `low` on below it: of these `wanted` are chosen.
+    """
     is_above_S = score_S >= _value(high)
-    is_between_S = (score_S >= _value(low)) & (score_S < _value(high))
+    is_between_S = tl.where(n > k, (score_S >= _value(low)) & (score_S < _value(high)), is_key_S)
     # Two counts in one prefix sum, 16 bits each: a part fits.
     pair_S = is_above_S.to(tl.int32) | (is_between_S.to(tl.int32) << 16)
     before_S = tl.cumsum(pair_S, 0) - pair_S
-    above_S, between_S = before_S & 0xFFFF, (before_S >> 16) & 0xFFFF
-    wanted = k - from_high
-    return is_above_S | (is_between_S & (between_S < wanted)), above_S + tl.minimum(between_S, wanted)
+    above_S, between_S = above + (before_S & 0xFFFF), between + ((before_S >> 16) & 0xFFFF)
+    pair = tl.sum(pair_S)
+    is_chosen_S = is_above_S | (is_between_S & (between_S < wanted))
+    return is_chosen_S, above_S + tl.minimum(between_S, wanted), above + (pair & 0xFFFF), between + (pair >> 16)
 
 
 @triton.jit
 def _select_keys_kernel(
     scores, scores_row, positions, names, names_row, selected, kept, kept_last, selected_row, k,
-    IS_LAST: tl.constexpr, HAS_NAMES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+    IS_LAST: tl.constexpr, HAS_NAMES: tl.constexpr, PROBES: tl.constexpr, BLOCK: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     t, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     count = tl.maximum(tl.load(positions + t) + 1, 0)
     n = tl.maximum(tl.minimum(count - part * BLOCK, BLOCK), 0)
+    scores += t * scores_row + part * BLOCK
     selected += t * selected_row + part * k
-    if n > 0:
-        is_chosen_S, place_S = _chosen(scores + t * scores_row + part * BLOCK, n, k, BLOCK)
-        s_S = part * BLOCK + tl.arange(0, BLOCK)
+    low, high, from_high = _threshold(scores, n, k, PROBES, BLOCK)
+    above, between = 0, 0
+    for start in range(0, n, BLOCK_S):
+        s_S = start + tl.arange(0, BLOCK_S)
+        score_S = tl.load(scores + s_S, mask=s_S < tl.where(n > k, n, 0), other=float("-inf"))
+        is_chosen_S, place_S, above, between = _chosen(score_S, s_S < n, n, k, low, high, k - from_high, above, between)
         if HAS_NAMES:
-            name_S = tl.load(names + t * names_row + s_S, mask=is_chosen_S, other=0)
+            name_S = tl.load(names + t * names_row + part * BLOCK + s_S, mask=is_chosen_S, other=0)
         else:
-            name_S = s_S
+            name_S = part * BLOCK + s_S
         tl.store(selected + place_S, name_S, mask=is_chosen_S)
         if not IS_LAST:
-            score_S = tl.load(scores + t * scores_row + s_S, mask=is_chosen_S, other=0.0)
+            score_S = tl.load(scores + s_S, mask=is_chosen_S, other=0.0)
             tl.store(kept + t * selected_row + part * k + place_S, score_S, mask=is_chosen_S)
     if IS_LAST:
         place_K = tl.arange(0, BLOCK_K)
@@ -95,13 +148,22 @@ def _select_keys_kernel(
 
 
 @triton.jit
-def _select_bits_kernel(scores, scores_row, positions, words, word_count, k, BLOCK: tl.constexpr):
+def _select_bits_kernel(
+    scores, scores_row, positions, words, word_count, k, PROBES: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     n = tl.maximum(tl.load(positions + t) + 1, 0)
-    is_chosen_S, _ = _chosen(scores + t * scores_row, n, k, BLOCK)
-    bits_W32 = tl.reshape(is_chosen_S.to(tl.int32), (BLOCK // 32, 32)) << tl.arange(0, 32)[None, :]
-    w_W = tl.arange(0, BLOCK // 32)
-    tl.store(words + t * word_count + w_W, tl.sum(bits_W32, axis=1), mask=w_W < word_count)
+    scores += t * scores_row
+    low, high, from_high = _threshold(scores, n, k, PROBES, BLOCK)
+    above, between = 0, 0
+    for start in range(0, word_count * 32, BLOCK_S):
+        s_S = start + tl.arange(0, BLOCK_S)
+        score_S = tl.load(scores + s_S, mask=s_S < tl.where(n > k, n, 0), other=float("-inf"))
+        is_chosen_S, _, above, between = _chosen(score_S, s_S < n, n, k, low, high, k - from_high, above, between)
+        bits_W32 = tl.reshape(is_chosen_S.to(tl.int32), (BLOCK_S // 32, 32)) << tl.arange(0, 32)[None, :]
+        w_W = start // 32 + tl.arange(0, BLOCK_S // 32)
+        tl.store(words + t * word_count + w_W, tl.sum(bits_W32, axis=1), mask=w_W < word_count)
 
 
 @triton.jit
@@ -172,8 +234,9 @@ def select_bits_triton(scores_TS: Tensor, positions_T: Tensor, k: int) -> Tensor
     words_TW = positions_T.new_empty(T, word_count)
     BLOCK = max(32, next_power_of_2(S))
     _select_bits_kernel[(T,)](
-        scores_TS, scores_TS.stride(0), positions_T, words_TW, word_count, k, BLOCK=BLOCK, num_warps=_warps(BLOCK)
-    )
+        scores_TS, scores_TS.stride(0), positions_T, words_TW, word_count, k, PROBES=PROBES, BLOCK=BLOCK,
+        BLOCK_S=_piece(BLOCK), num_warps=_warps(BLOCK),
+    )  # fmt: skip
     return words_TW
 
 
@@ -204,8 +267,8 @@ def _launch(
     _select_keys_kernel[(T, triton.cdiv(S, part))](
         scores_TS, scores_TS.stride(0), positions_T, names_TS, 0 if names_TS is None else names_TS.stride(0),
         selected_TL, kept_TL, kept_last_T, selected_TL.stride(0), k,
-        IS_LAST=kept_TL is None, HAS_NAMES=names_TS is not None, BLOCK=part, BLOCK_K=next_power_of_2(k),
-        num_warps=_warps(part),
+        IS_LAST=kept_TL is None, HAS_NAMES=names_TS is not None, PROBES=PROBES, BLOCK=part, BLOCK_S=_piece(part),
+        BLOCK_K=next_power_of_2(k), num_warps=_warps(part),
     )  # fmt: skip
 
 
@@ -219,3 +282,8 @@ def _part(T: int, S: int, k: int) -> int:
 def _warps(BLOCK: int) -> int:
     """32 scores of a thread, more where a block would have over 512 threads: that was faster than 1024."""
     return max(4, min(16, BLOCK // 1024))
+
+
+def _piece(BLOCK: int) -> int:
+    """Keys of a step of the second pass: eight of a thread."""
+    return min(BLOCK, 256 * _warps(BLOCK))

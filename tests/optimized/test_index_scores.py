@@ -145,6 +145,20 @@ def test_padding_rows_and_no_rows_write_nothing():
     assert none.shape == (0, 10)
 
 
+@pytest.mark.parametrize("unscored", [1, 8, 60, 99])
+def test_rows_that_take_every_key_have_no_scores(unscored):
+    """Nothing of them is written, and the others are as they are without the option."""
+    case = rows(CHUNKS, 9, 22, 4, torch.bfloat16)
+    inputs = (case.query_TIJ, case.head_weights_TI, case.index_pool, case.block_table_BP, case.request_T)
+    is_scored_T = case.positions_T >= unscored
+    for runs in ({}, {"query_start_B1": case.query_start_B1, "max_queries": case.max_queries}):
+        all_TS = scored(index_scores_triton)(*inputs, case.positions_T, case.out_TS, **runs)
+        for index_scores in (index_scores_torch, index_scores_triton):
+            scores_TS = scored(index_scores)(*inputs, case.positions_T, case.out_TS, unscored=unscored, **runs)
+            assert scores_TS[~is_scored_T].isnan().all()
+            torch.testing.assert_close(scores_TS[is_scored_T], all_TS[is_scored_T], equal_nan=True)
+
+
 def test_keys_that_no_head_likes_score_exactly_zero_and_equal_keys_tie():
     case = rows([(11, 1)], 9, 22, 3, torch.bfloat16)
     query_TIJ = case.query_TIJ.abs()

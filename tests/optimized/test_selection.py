@@ -107,6 +107,50 @@ def test_sorted_rows(order):
     check(order * torch.arange(100.0).repeat(2, 1), [99, 63], 31)
 
 
+def heavy_tailed(x_TS: Tensor) -> Tensor:
+    return x_TS.double().mul(9).exp().float()
+
+
+DISTRIBUTIONS = {
+    "heavy tail": heavy_tailed,
+    "heavy tail below": lambda x_TS: -heavy_tailed(x_TS),
+    "one sink": lambda x_TS: torch.where(torch.arange(x_TS.shape[1]) == 3, 1e30, x_TS),
+    "largest numbers": lambda x_TS: x_TS.sign() * torch.finfo(torch.float32).max,
+    "smallest numbers": lambda x_TS: (x_TS * 4).round() * 2.0**-149,
+    "two clusters": lambda x_TS: x_TS * 1e-6 + torch.where(x_TS > 0.7, 1e6, -1e6),
+    "neighbouring numbers": lambda x_TS: 1.0 + (x_TS * 4).round() * 2.0**-23,
+    "constant": lambda x_TS: torch.full_like(x_TS, 0.1),
+}
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_scores_that_are_not_normal(name):
+    """Where the first probes are far off, the bracket still ends at the k-th score."""
+    scores_TS = DISTRIBUTIONS[name](random_scores(4, 300, seed=1))
+    for k in (1, 20, 150, 290):
+        check(scores_TS, [299, 260, k, k - 1], k)
+
+
+@pytest.mark.parametrize("probes", [0, 1, 2])
+def test_bisection_alone_ends_at_the_same_keys(probes, monkeypatch):
+    monkeypatch.setattr(selection, "PROBES", probes)
+    check((random_scores(3, 200) * 8).round(), [199, 120, 31], 30)
+
+
+def test_rows_that_take_every_key_are_not_read():
+    """Their scores may be missing: see `unscored` of the index scores."""
+    scores_TS = torch.full((3, 70), NAN, device=DEVICE)
+    scores_TS[2] = torch.arange(70.0)
+    positions_T = torch.tensor([0, 39, 69], dtype=torch.int32, device=DEVICE)
+    expected = [[0], [*range(40)], [*range(30, 70)]]
+    for select_keys in (select_keys_torch, select_keys_triton):
+        keys = select_keys(scores_TS, positions_T, 40).tolist()
+        assert [[s for s in row if s >= 0] for row in keys] == expected
+    for select_bits in (select_bits_torch, select_bits_triton):
+        words_TW = select_bits(scores_TS, positions_T, 40)
+        assert [[s for s in range(96) if row[s >> 5] >> (s & 31) & 1] for row in words_TW.tolist()] == expected
+
+
 def test_padding_rows_select_nothing():
     """Positions below 0, alone and beside a live row."""
     check(random_scores(4, 50), [-1, 30, -1, -1], 7)
