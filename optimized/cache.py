@@ -110,7 +110,7 @@ class CachePools:
         rows = self.window + max_draft_tokens
         self.ring_rows = rows if max_length is None else min(rows, max_length)
         self.draft_ring_rows = self.ring_rows + max_draft_tokens
-        self._fill = float("nan") if poison else 0.0
+        self.fill = float("nan") if poison else 0.0
         self._is_poisoned = poison
 
         self.page_count, self.ring_count = pages, rings
@@ -123,7 +123,7 @@ class CachePools:
 
         def stack(count: int, numbers: int, rows: int, width: int, physical: int) -> Tensor:
             shape = (count, numbers, rows, max(width, physical))
-            return torch.full(shape, self._fill, dtype=dtype, device=self.device)[..., :width]
+            return torch.full(shape, self.fill, dtype=dtype, device=self.device)[..., :width]
 
         full, ring, J = config.full.latent_row, config.sliding.latent_row, config.index_head_dim
         self.latents = stack(len(self._full), page_numbers, page_size, full, lanes)
@@ -387,7 +387,7 @@ class CachePools:
 
     def _fill_page(self, page: int, first_row: int) -> None:
         for stack in (self.latents, self.index_keys):
-            stack[:, page, first_row:] = self._fill
+            stack[:, page, first_row:] = self.fill
 
     def _check_ring(self, request: str, kind: str, length: int, wanted: int, oldest: int, rows: int) -> None:
         if wanted < length and wanted < self._shortest(oldest):
@@ -405,7 +405,7 @@ class CachePools:
     def _poison_ring(self, rings: Tensor, ring: int, positions: range) -> None:
         if self._is_poisoned and positions:
             rows = sorted({position % rings.shape[2] for position in positions})
-            rings[:, ring, torch.tensor(rows, device=self.device)] = self._fill
+            rings[:, ring, torch.tensor(rows, device=self.device)] = self.fill
 
     def page_places(self, slots: RequestSlots, positions: Iterable[int]) -> Tensor:
         """Flat rows of a paged pool, int64."""

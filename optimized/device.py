@@ -37,6 +37,8 @@ OPS = {
     "gate_heads": "optimized.kernels.gate",
     "swiglu": "optimized.kernels.swiglu",
     "embed": "optimized.kernels.embed",
+    "feed_tokens": "optimized.kernels.choose",
+    "choose_tokens": "optimized.kernels.choose",
     "draft_input": "optimized.kernels.draft",
     "index_scores": "optimized.attention.index_scores",
     "select_keys": "optimized.attention.selection",

@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from optimized.cache import CachePools
 from optimized.device import Backend, choose
+from optimized.drafting import Drafting, RequestState
+from optimized.draws import choose_in_nucleus, plan_draws
 from optimized.errors import NotSupportedError
+from optimized.graphs import shape_of
 from optimized.hidden_rows import HiddenRows
-from optimized.mtp import draft_step
-from optimized.observe import BatchObserver, Segment
 from optimized.plan_spans import StepLimits
-from optimized.planning import plan_draft, plan_step, split_draft, split_step
-from optimized.step import DeviceStep, PlanItem, Uploader
+from optimized.planning import plan_step, split_step
+from optimized.runner import Runner, StepOutput
+from optimized.step import PlanItem
 from optimized.text import Text
 from optimized.weights import PackedText, pack_text
 from reference.config import TextConfig
@@ -31,7 +34,6 @@ from reference.layers.indexer import RopeLayout
 from reference.numerics import Numerics
 from reference.probe import is_observed, probe, rows, scope
 from reference.sampling import GREEDY, Sampling
-from reference.sampling import choose as choose_token
 from reference.session import DraftItem, StepItem
 
 # T new tokens  W vocabulary  D model  B requests
@@ -46,6 +48,8 @@ class EngineOptions:
     `max_draft_tokens`: the deepest draft, and how many tokens can always be taken back; 0 for no drafts, else a model
     with a draft layer keeps the hidden states of what a request has appended since it last drafted.
     `max_length` bounds a request in tokens; None: only the pages do. `limits` bounds what runs at once.
+    `graphs`: steps that run from the caches alone (decode, verification, drafts) are padded to a few shapes, each
+    recorded when it first occurs and replayed from then on; prefill runs eagerly, apart from them.
     `poison` and `disjoint_numbers` are for tests: see `CachePools`.
     """
 
@@ -55,14 +59,18 @@ class EngineOptions:
     max_draft_tokens: int = 4
     max_length: int | None = None
     limits: StepLimits = DEFAULT_LIMITS
+    graphs: bool = False
     poison: bool = False
     disjoint_numbers: bool = False
 
 
-@dataclass
-class _Request:
-    token_ids: list[int] = field(default_factory=list)
-    hidden: HiddenRows = field(default_factory=HiddenRows)
+@dataclass(frozen=True)
+class DecodeItem:
+    """Go on with a request behind `next_token`, its chosen but not yet stepped token."""
+
+    request: str
+    next_token: int
+    sampling: Sampling = GREEDY
 
 
 class Engine:
@@ -78,8 +86,9 @@ class Engine:
     def __init__(self, text: Text, options: EngineOptions):
         self.text, self.options, self.config = text, options, text.config
         self.pools = text.pools
-        self._uploader = Uploader(self.pools.device)
-        self._requests: dict[str, _Request] = {}
+        self.runner = Runner(text, options.graphs, options.limits.max_tokens)
+        self._most_decoded = 1 + self.pools.max_draft_tokens
+        self._requests: dict[str, RequestState] = {}
         self._keeps_hidden = bool(self.config.num_nextn_predict_layers and options.max_draft_tokens)
 
     @classmethod
@@ -143,9 +152,9 @@ class Engine:
             for request in logits:
                 if request not in lengths:
                     self.pools.open(request)
-                    self._requests[request] = _Request()
+                    self._requests[request] = RequestState()
             planned = [PlanItem(item.request, tuple(item.token_ids), item.kind) for item in items]
-            for part in split_step(planned, self.pools, self.options.limits):
+            for part in self._apart(split_step(planned, self.pools, self.options.limits)):
                 for request, logits_TW in self._run(part, last_only).items():
                     logits[request].append(logits_TW)
             if is_observed():
@@ -158,6 +167,38 @@ class Engine:
             request: found[-1] if last_only or len(found) == 1 else torch.cat(found)
             for request, found in logits.items()
         }
+
+    @torch.no_grad()
+    def decode(self, items: Sequence[DecodeItem], count: int) -> dict[str, list[int]]:
+        """Step `count` times, each request with its next token, then with the token just chosen for it.
+
+        Returns the `count` tokens chosen for each request, the last of which is not stepped. Tokens pass from step to
+        step on the device: the host plans ahead and waits once, at the end.
+        Raises: see the class; CacheError for a request that is not there or given twice, or a count below 1.
+        """
+        self._check_decode(items, count)
+        lengths = {item.request: self.length(item.request) for item in items}
+        try:
+            self.pools.check_room(dict.fromkeys(lengths, count))
+            chosen = []
+            for number in range(count):
+                sources = [-1] * len(items) if number == 0 else list(range(len(items)))
+                positions = [length + number + 1 for length in lengths.values()]
+                samplings = [item.sampling for item in items]
+                planned = [PlanItem(item.request, (item.next_token,), "decode") for item in items]
+                output = self._forward(planned, (samplings, positions, sources))
+                choose_in_nucleus(output.logits_TW, samplings, positions, self.runner.chosen_R)
+                chosen.append(self.runner.chosen_R[: len(items)].clone())
+                self._keep_hidden({item.request: slice(row, row + 1) for row, item in enumerate(items)}, output)
+            tokens_BN = torch.stack(chosen, dim=1).tolist()
+        except BaseException:
+            for request, length in lengths.items():
+                self._take_back(request, length)
+            raise
+        found = {item.request: tokens for item, tokens in zip(items, tokens_BN, strict=True)}
+        for item in items:
+            self._requests[item.request].token_ids += [item.next_token, *found[item.request][:-1]]
+        return found
 
     def adopt(self, request: str, token_ids: Sequence[int]) -> None:
         """Go on with a request whose rows the pools hold already, imported or written otherwise.
@@ -172,7 +213,7 @@ class Engine:
                 + (", and the engine has a request of that name" if request in self._requests else "")
             )
         self._check_ids(request, token_ids)
-        self._requests[request] = _Request(list(token_ids), HiddenRows(slots.length))
+        self._requests[request] = RequestState(list(token_ids), HiddenRows(slots.length))
 
     def draft(
         self, request: str, next_token: int, depth: int, forced: Sequence[int] = (), sampling: Sampling = GREEDY
@@ -193,23 +234,15 @@ class Engine:
             self._check_draft(item)
         if not items:
             return {}
-        logits: dict[str, list[Tensor]] = {item.request: [] for item in items}
-        kept = {request: self.pools.slots(request).draft_length for request in logits}
+        kept = {item.request: self.pools.slots(item.request).draft_length for item in items}
         try:
-            live = list(items)
-            hidden_BD, logits_BW, order = self._draft_history(items)
-            for number in range(max(item.depth for item in items)):
-                if number:
-                    hidden_BD, logits_BW, order = self._draft_further(number, live, hidden_BD, logits_BW, order)
-                for row, request in enumerate(order):
-                    logits[request].append(logits_BW[row])
-                live = [item for item in live if item.depth > number + 1]
+            logits = Drafting(items, self._requests, self.runner, self.options.limits).logits()
             # The row of the newest token was run with `next_token`, which is not committed; it runs again then.
             kept = {request: self.length(request) - 1 for request in logits}
         finally:
             for request, rows_ in kept.items():
                 self._keep_draft_rows(request, rows_)
-        return {request: torch.stack(found) for request, found in logits.items()}
+        return logits
 
     def truncate(self, request: str, length: int) -> None:
         """Keep the first `length` tokens; always possible down to `max_draft_tokens` below the longest length so far.
@@ -230,7 +263,7 @@ class Engine:
         if new in self._requests:
             raise CacheError(f"cannot fork to {new!r}: a request of that name exists")
         self.pools.fork(request, new)
-        self._requests[new] = _Request(list(state.token_ids), state.hidden)
+        self._requests[new] = RequestState(list(state.token_ids), state.hidden)
 
     def free(self, request: str) -> None:
         """Forget a request; its pages and rings serve others. Raises: CacheError if it is not there."""
@@ -244,93 +277,59 @@ class Engine:
     def tokens(self, request: str) -> tuple[int, ...]:
         return tuple(self._request(request).token_ids)
 
-    def _run(self, items: Sequence[PlanItem], last_only: bool) -> dict[str, Tensor]:
-        step = self._uploader.upload(plan_step(items, self.pools, self.options.limits))
-        see = _observer(step)
-        normed_TD = self.text.hidden(step, see)
-        spans = {item.request: slice(*step.row_starts[b : b + 2]) for b, item in enumerate(step.items)}
-        if last_only and not is_observed():
-            logits_BW = self.text.logits(normed_TD[_last_rows(step)])
-            logits = {request: logits_BW[b : b + 1] for b, request in enumerate(spans)}
-        else:
-            logits_TW = see("logits", self.text.logits(normed_TD))
-            logits = {
-                request: logits_TW[span.stop - 1 if last_only else span.start : span.stop]
-                for request, span in spans.items()
-            }
-        for item in step.items:
-            state = self._requests[item.request]
-            state.token_ids += item.token_ids
-            if self._keeps_hidden:
-                state.hidden = state.hidden.appended(normed_TD[spans[item.request]])
-                self._forget_hidden(item.request)
-        return logits
-
-    def _draft_history(self, items: Sequence[DraftItem]) -> tuple[Tensor, Tensor, list[str]]:
-        """Draft step 0: the rows that the draft layer has not seen. Returns their last rows and the requests' order."""
-        planned = []
-        for item in items:
-            first, state = self.pools.slots(item.request).draft_length, self._requests[item.request]
-            planned.append(PlanItem(item.request, (*state.token_ids[first + 1 :], item.next_token), "decode"))
-        found: dict[str, tuple[Tensor, Tensor]] = {}
-        parts = split_draft(planned, self.pools, self.options.limits)
+    def _apart(self, parts: Sequence[Sequence[PlanItem]]) -> Iterable[Sequence[PlanItem]]:
+        """With graphs, what decodes and what prefills are steps of their own."""
         for part in parts:
-            firsts = {item.request: self.pools.slots(item.request).draft_length for item in part}
-            step = self._uploader.upload(plan_draft(part, self.pools, self.options.limits))
-            hidden = [
-                self._requests[item.request].hidden.between(
-                    firsts[item.request], firsts[item.request] + len(item.token_ids)
-                )
-                for item in step.items
-            ]
-            hidden_TD = torch.cat([rows_.joined() for rows_ in hidden])
-            last = draft_step(0, self.text, hidden_TD, step, _last_rows(step), _observer(step, "draft"))
-            if len(parts) == 1:
-                return *last, [item.request for item in step.items]
-            # Of a request that is cut, the last part has the row that counts.
-            found |= {item.request: (last[0][b], last[1][b]) for b, item in enumerate(step.items)}
-        hidden_BD, logits_BW = (torch.stack(tensors) for tensors in zip(*found.values(), strict=True))
-        return hidden_BD, logits_BW, list(found)
+            is_decode = [len(item.token_ids) <= self._most_decoded for item in part]
+            if self.options.graphs and len(set(is_decode)) == 2:
+                yield [item for item, is_ in zip(part, is_decode, strict=True) if is_]
+                yield [item for item, is_ in zip(part, is_decode, strict=True) if not is_]
+            else:
+                yield part
 
-    def _draft_further(
-        self, number: int, live: Sequence[DraftItem], hidden_BD: Tensor, logits_BW: Tensor, order: list[str]
-    ) -> tuple[Tensor, Tensor, list[str]]:
-        """Drive the layer on its own output, one row a request. Greedy tokens stay on the device."""
-        by_request = {item.request: item for item in live}
-        chosen_B = self._chosen(number, by_request, logits_BW, order)
-        rows_B = [row for row, request in enumerate(order) if request in by_request]
-        found = []
-        for first in range(0, len(rows_B), self.options.limits.max_tokens):
-            part_B = rows_B[first : first + self.options.limits.max_tokens]
-            planned = []
-            for row in part_B:
-                forced = by_request[order[row]].forced[number - 1 : number]
-                planned.append(PlanItem(order[row], forced or (0,), "decode"))
-            step = self._uploader.upload(plan_draft(planned, self.pools, self.options.limits))
-            is_forced = [len(by_request[order[row]].forced) >= number for row in part_B]
-            if not any(is_forced):
-                step = dataclasses.replace(step, token_ids_T=_rows_of(chosen_B, part_B))
-            elif not all(is_forced):
-                ids = [
-                    step.token_ids_T[i] if is_ else chosen_B[row]
-                    for i, (row, is_) in enumerate(zip(part_B, is_forced, strict=True))
-                ]
-                step = dataclasses.replace(step, token_ids_T=torch.stack(ids))
-            see = _observer(step, "draft")
-            rows_BD = _rows_of(hidden_BD, part_B)
-            found.append(draft_step(number, self.text, rows_BD, step, _last_rows(step), see))
-        hidden, logits = (torch.cat(tensors) for tensors in zip(*found, strict=True))
-        return hidden, logits, [order[row] for row in rows_B]
+    def _run(self, items: Sequence[PlanItem], last_only: bool) -> dict[str, Tensor]:
+        # The order of a plan's rows: what decodes, then what prefills.
+        items = sorted(items, key=lambda item: len(item.token_ids) > self._most_decoded)
+        output = self._forward(items, last_only=last_only)
+        ends = list(accumulate(len(item.token_ids) for item in items))
+        spans = {item.request: slice(end - len(item.token_ids), end) for item, end in zip(items, ends, strict=True)}
+        self._keep_hidden(spans, output)
+        for item in items:
+            self._requests[item.request].token_ids += item.token_ids
+        if len(output.logits_TW) == len(items) and last_only:
+            return {item.request: output.logits_TW[b : b + 1] for b, item in enumerate(items)}
+        return {request: output.logits_TW[span] for request, span in spans.items()}
 
-    def _chosen(self, number: int, live: Mapping[str, DraftItem], logits_BW: Tensor, order: list[str]) -> Tensor:
-        """The token of each row, int64 [B]; draft step `number` places it number places behind the next token."""
-        if all(item.sampling.temperature == 0.0 for item in live.values()):
-            return logits_BW.argmax(dim=-1)
-        chosen = []
-        for row, request in enumerate(order):
-            sampling = live[request].sampling if request in live else GREEDY
-            chosen += choose_token(logits_BW[row : row + 1], [self.length(request) + number], sampling)
-        return torch.tensor(chosen, device=logits_BW.device)
+    def _forward(
+        self,
+        items: Sequence[PlanItem],
+        draws: tuple[Sequence[Sampling], Sequence[int], Sequence[int]] | None = None,
+        last_only: bool = False,
+    ) -> StepOutput:
+        """One step of items in row order, from a recording where there is one for their shape; nothing is padded."""
+        counts, limits = [len(item.token_ids) for item in items], self.options.limits
+        shape = None
+        if self.options.graphs and max(counts) <= self._most_decoded:
+            shape = shape_of(counts, limits.max_tokens)
+        if shape is None:
+            plan = plan_step(items, self.pools, limits)
+            return self.runner.step(dataclasses.replace(plan, draws=draws and plan_draws(*draws)), last_only)
+        plan = plan_step(items, self.pools, limits, shape.rows, shape.requests)
+        plan = dataclasses.replace(plan, draws=draws and plan_draws(*draws, shape.rows, shape.rows))
+        output, rows = self.runner.recorded_step(plan), sum(counts)
+        normed_TD, logits_TW = output.normed_TD[:rows], output.logits_TW[:rows]
+        if last_only and rows > len(items):
+            logits_TW = torch.stack([logits_TW[end - 1] for end in accumulate(counts)])
+        elif draws is None:
+            logits_TW = logits_TW.clone()
+        return StepOutput(normed_TD.clone() if self._keeps_hidden else normed_TD, logits_TW, output.chosen_T)
+
+    def _keep_hidden(self, spans: Mapping[str, slice], output: StepOutput) -> None:
+        if self._keeps_hidden:
+            for request, span in spans.items():
+                state = self._requests[request]
+                state.hidden = state.hidden.appended(output.normed_TD[span])
+                self._forget_hidden(request)
 
     def _take_back(self, request: str, length: int | None) -> None:
         """After a step that broke off: the request as long as before; None: it was not there, and it may not be yet."""
@@ -374,7 +373,7 @@ class Engine:
                     if is_full:
                         probe("index_key", self.pools.index_key_rows(item.request, layer, kept))
 
-    def _request(self, request: str) -> _Request:
+    def _request(self, request: str) -> RequestState:
         if request not in self._requests:
             raise CacheError(f"no request {request!r}; there are {sorted(self._requests)}")
         return self._requests[request]
@@ -393,6 +392,14 @@ class Engine:
                     f"token ids alone, or use the reference's session"
                 )
             self._check_ids(item.request, item.token_ids)
+
+    def _check_decode(self, items: Sequence[DecodeItem], count: int) -> None:
+        names = [item.request for item in items]
+        if count < 1 or not names or len(set(names)) < len(names):
+            raise CacheError(f"decode takes a count of at least 1 and each request once; found {count} and {names}")
+        for item in items:
+            self._check_ids(item.request, (item.next_token,))
+            self._request(item.request)
 
     def _check_draft(self, item: DraftItem) -> None:
         length, most = self.length(item.request), self.options.max_draft_tokens
@@ -414,24 +421,3 @@ class Engine:
         for token_id in token_ids:
             if not 0 <= token_id <= last:
                 raise TokenIdError(f"request {request!r}: token id {token_id} is outside the vocabulary (0 to {last})")
-
-
-def _rows_of(tensor: Tensor, rows: Sequence[int]) -> Tensor:
-    """These rows, ascending: the tensor itself if they are all. Not by an index, which would wait for the device."""
-    return tensor if len(rows) == len(tensor) else torch.stack([tensor[row] for row in rows])
-
-
-def _last_rows(step: DeviceStep) -> Tensor:
-    """The last row of each request, int64 [B], from tensors that are on the device already."""
-    return step.query_start_B1[1 : len(step.items) + 1].long() - 1
-
-
-def _observer(step: DeviceStep, kind: str | None = None) -> BatchObserver:
-    if not is_observed():
-        return BatchObserver(())
-    return BatchObserver(
-        [
-            Segment(item.request, kind or item.kind, start, stop, step.positions_T[start:stop].long())
-            for item, start, stop in zip(step.items, step.row_starts, step.row_starts[1:], strict=False)
-        ]
-    )

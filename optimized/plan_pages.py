@@ -135,12 +135,12 @@ def paged_rows(
     return PagedRows(
         page_slot_T=np.where(positions_T >= 0, slot_T, -1),
         block_table_BP=table_BP,
-        decode=_full_group(decode, table_BP, page_size) if decode else None,
+        decode=_full_group(decode, table_BP, page_size, 0 if prefill else requests) if decode else None,
         prefill=tuple(_full_group(group, table_BP, page_size) for group in prefill),
     )
 
 
-def _full_group(group: PageGroup, table_BP: np.ndarray, page_size: int) -> FullGroup[np.ndarray]:
+def _full_group(group: PageGroup, table_BP: np.ndarray, page_size: int, runs: int = 0) -> FullGroup[np.ndarray]:
     expanded = None
     if group.is_expanded:
         sources = []
@@ -148,15 +148,16 @@ def _full_group(group: PageGroup, table_BP: np.ndarray, page_size: int) -> FullG
             positions = np.arange(span.length, dtype=np.int64)
             sources.append(_page_slots(table_BP[span.number, positions // page_size], positions, page_size))
         expanded = key_group(group.spans, [0] * len(sources), sources)
-    blocks = tuple(_row_block(start, stop, group.spans) for start, stop in pairwise(group.edges))
+    blocks = tuple(_row_block(start, stop, group.spans, runs) for start, stop in pairwise(group.edges))
     return FullGroup(group.edges[0], group.edges[-1], group.keys, group.selects, blocks, expanded)
 
 
-def _row_block(start: int, stop: int, spans: Sequence[Span]) -> RowBlock[np.ndarray]:
+def _row_block(start: int, stop: int, spans: Sequence[Span], least_runs: int) -> RowBlock[np.ndarray]:
     ends = [(max(span.first_row, start), min(span.stop_row, stop)) for span in spans]
     # A run for every item, also of no rows: runs count items, whose keys they are attended with.
     runs = [max(0, last - first) for first, last in ends]
-    return RowBlock(start, stop, max(runs, default=0), starts(runs))
+    longest, padding = max(runs, default=0), [0] * (least_runs - len(runs))
+    return RowBlock(start, stop, longest, starts([*runs, *padding]))
 
 
 def _page_slots(pages: np.ndarray, positions: np.ndarray, page_size: int) -> np.ndarray:

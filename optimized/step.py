@@ -121,6 +121,21 @@ class RingRows(Generic[Array]):
 
 
 @dataclass(frozen=True)
+class Draws(Generic[Array]):
+    """How the token behind each row is chosen, and where the row's own token comes from.
+
+    position_T: int64, absolute position of the chosen token; seed_T: int64.
+    temperature_T: int64, the bits of a float64; 0 is greedy.
+    source_T: int32, row of the run before whose chosen token this row has; -1 where `token_ids_T` says it.
+    """
+
+    position_T: Array
+    seed_T: Array
+    temperature_T: Array
+    source_T: Array
+
+
+@dataclass(frozen=True)
 class Step(Generic[Array]):
     """One step. `items` in row order; item b has the rows row_starts[b] : row_starts[b + 1].
 
@@ -128,7 +143,8 @@ class Step(Generic[Array]):
     token 0, position -1, request 0, all slots -1.
     token_ids_T: int64; positions_T, request_T: int32; query_start_B1: int32, equal to `row_starts`, then constant for
     padding requests; length_B: int32, tokens of each request after the step, 0 for padding.
-    `pages` is None in a step of the draft layer.
+    `pages` is None in a step of the draft layer; `draws` where nothing is chosen on the device. In a draft step they
+    have a row for each request, of which only the sources are for rows.
     """
 
     items: tuple[PlanItem, ...]
@@ -141,12 +157,13 @@ class Step(Generic[Array]):
     length_B: Array
     pages: PagedRows[Array] | None
     ring: RingRows[Array]
+    draws: Draws[Array] | None = None
 
 
 StepPlan: TypeAlias = Step[np.ndarray]
 DeviceStep: TypeAlias = Step[Tensor]
 
-_PARTS = (Step, PagedRows, RingRows, FullGroup, KeyGroup, RowBlock)
+_PARTS = (Step, PagedRows, RingRows, FullGroup, KeyGroup, RowBlock, Draws)
 # Views start at multiples of this, so that kernels see the same alignment in every step.
 ALIGNMENT = 16
 

@@ -45,10 +45,15 @@ def probe(name: str, value: Tensor) -> Tensor:
     """Show `value` to the listeners and return it, or what they put in its place."""
     if not _listeners:
         return value
-    full_name = ".".join((*_scopes, name))
+    full_name = scoped(name)
     for listener in _listeners:
         value = listener.observe(full_name, value, _rows)
     return value
+
+
+def scoped(name: str) -> str:
+    """`name` with the enclosing scopes before it. Scopes are kept only while somebody listens."""
+    return ".".join((*_scopes, name))
 
 
 def is_observed() -> bool:
@@ -94,6 +99,17 @@ def listening(*listeners: Listener, first: bool = False) -> Iterator[None]:
     global _listeners
     before = _listeners
     _listeners = (*listeners, *before) if first else (*before, *listeners)
+    try:
+        yield
+    finally:
+        _listeners = before
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Inside, nobody listens: for what is shown once as a whole, and not part by part."""
+    global _listeners
+    before, _listeners = _listeners, ()
     try:
         yield
     finally:

@@ -84,10 +84,14 @@ def nucleus(probabilities_TW: Tensor, top_p: float) -> Tensor:
     return torch.zeros_like(is_in_TW).scatter(-1, ids_TW, is_in_TW)
 
 
-def gumbel(seed: int, positions_T: Tensor, vocabulary: int) -> Tensor:
-    """-log(-log u), float64 [T, W], from a uniform u of 53 bits for each (seed, position, id)."""
+def gumbel(seed: int | Tensor, positions_T: Tensor, vocabulary: int) -> Tensor:
+    """-log(-log u), float64 [T, W], from a uniform u of 53 bits for each (seed, position, id).
+
+    One seed for all rows, or int64 seeds [T].
+    """
     ids_W = torch.arange(vocabulary, dtype=torch.int64, device=positions_T.device)
-    key = _mixed(torch.tensor(_signed(seed), device=positions_T.device))
+    seeds = seed if isinstance(seed, Tensor) else torch.tensor(signed(seed), device=positions_T.device)
+    key = _mixed(seeds)
     bits_TW = _mixed(_mixed(positions_T ^ key)[:, None] ^ ids_W)
     uniform_TW = (_shifted(bits_TW, 11).to(torch.float64) + 0.5) * 2.0**-53
     return -torch.log(-torch.log(uniform_TW))
@@ -95,9 +99,9 @@ def gumbel(seed: int, positions_T: Tensor, vocabulary: int) -> Tensor:
 
 def _mixed(x: Tensor) -> Tensor:
     """A bijection of 64-bit integers that spreads every bit over all (Stafford's variant 13 of a finalizer)."""
-    x = x + _signed(0x9E3779B97F4A7C15)
-    x = (x ^ _shifted(x, 30)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ _shifted(x, 27)) * _signed(0x94D049BB133111EB)
+    x = x + signed(0x9E3779B97F4A7C15)
+    x = (x ^ _shifted(x, 30)) * signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shifted(x, 27)) * signed(0x94D049BB133111EB)
     return x ^ _shifted(x, 31)
 
 
@@ -106,6 +110,6 @@ def _shifted(x: Tensor, count: int) -> Tensor:
     return (x >> count) & ((1 << (64 - count)) - 1)
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
     """The 64-bit pattern of `value` as a signed integer."""
     return (value & (2**64 - 1)) - (2**64 if value & 2**63 else 0)

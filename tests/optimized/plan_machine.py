@@ -164,10 +164,12 @@ class Machine:
                 assert (block.stop - block.start) * absorbed_bytes <= self.limits.expanded_bytes
             starts = block.query_start_B1.tolist()
             runs = [step.request_T[block.start + a : block.start + b] for a, b in pairwise(starts)]
-            # One run for each item of the group, in order, also of no rows.
+            # One run for each item of the group, in order, also of no rows; then one for each padding request.
             items = step.request_T[group.start : min(group.stop, step.row_starts[-1])].unique().tolist()
-            assert len(runs) == len(items)
-            assert all(run.unique().tolist() in ([], [number]) for run, number in zip(runs, items, strict=True))
+            padding = len(step.length_B) - len(items) if group is step.pages.decode and not step.pages.prefill else 0
+            assert len(runs) == len(items) + padding
+            assert all(run.unique().tolist() in ([], [number]) for run, number in zip(runs, items, strict=False))
+            assert not any(map(len, runs[len(items) :]))
             assert block.max_queries == max(map(len, runs), default=0)
             assert starts[-1] == min(block.stop, max(block.start, step.row_starts[-1])) - block.start
         if group.expanded is not None:

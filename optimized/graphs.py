@@ -1,0 +1,171 @@
+"""Steps of few shapes, recorded once and replayed: CUDA graphs over buffers that stay where they are.
+
+A step that runs from the caches alone is padded to a shape: rows and requests to the next bucket, the block table to a
+power of two of pages. Its metadata goes to the buffer of that shape, so lengths, ends, rings and block tables of a
+replay are those of the step. Padding rows have position -1, no slot and no key; they reach no row of a request.
+
+Recordings share one memory pool. Their results stay where they are until the same shape runs again, so whoever keeps
+one copies it. A run waits on the device for the run before it, on whatever stream that was.
+
+Where there are no CUDA graphs a recording is the function itself, called again: the same buffers, padding and order.
+Source: performance specification, section 6; cases C38, C39 and C41.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from optimized.errors import NotSupportedError
+from optimized.observe import BatchObserver, Segment
+from optimized.step import DeviceStep, StepPlan, Uploader, upload_bytes
+from reference.probe import scoped
+
+Output = TypeVar("Output")
+
+# Powers of two, and from 16 on steps of at most an eighth: padding costs bandwidth where rows route to experts.
+BUCKETS = (1, 2, 4, 8, 16, *range(24, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, 513, 64))
+
+
+def bucket(count: int) -> int | None:
+    """The smallest bucket that holds `count`; None beyond the largest."""
+    return next((size for size in BUCKETS if size >= count), None)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Rows and requests that a step is padded to."""
+
+    rows: int
+    requests: int
+
+
+def shape_of(counts: Sequence[int], most_rows: int) -> Shape | None:
+    """The shape for items of `counts` tokens; None if it would have more than `most_rows` rows.
+
+    Items of one size get as many rows as that many requests take, so that 1 + d tokens each need no further padding.
+    """
+    requests = bucket(len(counts))
+    if requests is None:
+        return None
+    longest = max(counts)
+    rows = requests * longest if sum(counts) == longest * len(counts) else bucket(sum(counts))
+    return Shape(rows, requests) if rows is not None and rows <= min(most_rows, BUCKETS[-1]) else None
+
+
+class StaticProbes(BatchObserver):
+    """Observes a recorded run: keeps copies that every replay fills, to be shown under the step's own requests."""
+
+    def __init__(self) -> None:
+        super().__init__(())
+        self._copies: list[tuple[str, Tensor, Callable[[Tensor, Segment], Tensor]]] = []
+
+    def __call__(
+        self,
+        name: str,
+        value: Tensor,
+        of_segment: Callable[[Tensor, Segment], Tensor] = lambda piece, segment: piece,
+    ) -> Tensor:
+        self._copies.append((scoped(name), value.clone(), of_segment))
+        return value
+
+    def only(
+        self,
+        name: str,
+        value: Tensor,
+        of_segment: Callable[[Tensor, Segment], Tensor] = lambda piece, segment: piece,
+    ) -> None:
+        self(name, value, of_segment)
+
+    def clear(self) -> None:
+        self._copies.clear()
+
+    def show(self, segments: Sequence[Segment]) -> None:
+        """Raises: NotSupportedError if a listener wants to replace what has been computed with already."""
+        observer = BatchObserver(segments)
+        for name, copy, of_segment in self._copies:
+            if observer(name, copy, of_segment) is not copy:
+                raise NotSupportedError(
+                    f"{name!r} was computed by a recorded step and cannot be replaced: graphs=False"
+                )
+
+
+@dataclass(frozen=True)
+class Recording(Generic[Output]):
+    """One shape: where its metadata goes, what it shows, and how it runs again."""
+
+    metadata: Tensor
+    step: DeviceStep
+    probes: StaticProbes
+    replay: Callable[[], Output]
+
+
+class Recorder(Generic[Output]):
+    """Recordings of one model by key, on one device; `kept` tensors hold values from run to run."""
+
+    def __init__(self, uploader: Uploader, kept: Sequence[Tensor]):
+        self._uploader, self._kept = uploader, tuple(kept)
+        self._recordings: dict[Hashable, Recording[Output]] = {}
+        self._is_cuda = uploader.device.type == "cuda"
+        self._pool = torch.cuda.graph_pool_handle() if self._is_cuda else None
+        self._done = torch.cuda.Event() if self._is_cuda else None
+
+    def __len__(self) -> int:
+        return len(self._recordings)
+
+    def run(
+        self, key: Hashable, plan: StepPlan, function: Callable[[DeviceStep, BatchObserver], Output]
+    ) -> tuple[DeviceStep, StaticProbes, Output]:
+        """Run `function` on the plan, from its recording if there is one. Plans of one key have one shape.
+
+        What it returns is overwritten by the next run of that key.
+        """
+        if self._done is not None:
+            torch.cuda.current_stream().wait_event(self._done)
+        recording = self._recordings.get(key)
+        if recording is None:
+            recording = self._recordings[key] = self._recorded(plan, function)
+        else:
+            self._uploader.upload(plan, recording.metadata)
+        output = recording.replay()
+        if self._done is not None:
+            self._done.record()
+        return recording.step, recording.probes, output
+
+    def _recorded(self, plan: StepPlan, function: Callable[[DeviceStep, BatchObserver], Output]) -> Recording[Output]:
+        metadata = torch.empty(upload_bytes(plan), dtype=torch.uint8, device=self._uploader.device)
+        step = self._uploader.upload(plan, metadata)
+        probes = StaticProbes()
+        if not self._is_cuda:
+
+            def again() -> Output:
+                probes.clear()
+                return function(step, probes)
+
+            return Recording(metadata, step, probes, again)
+        # The warm-up compiles, and writes the very cache rows that the first replay writes again.
+        before = [tensor.clone() for tensor in self._kept]
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            function(step, probes)
+        torch.cuda.current_stream().wait_stream(side)
+        probes.clear()
+        graph = torch.cuda.CUDAGraph()
+        # A collection inside of the capture could free graphs, which no capture allows.
+        gc.collect()
+        with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+            output = function(step, probes)
+        for tensor, value in zip(self._kept, before, strict=True):
+            tensor.copy_(value)
+
+        def replay() -> Output:
+            graph.replay()
+            return output
+
+        return Recording(metadata, step, probes, replay)
