@@ -76,7 +76,7 @@ def _measured(ops: list[str], batches: list[int], quick: bool, only_steps: bool,
     from reference.config import released
 
     config = released()
-    cases = [] if only_steps else chosen_cases(config.text, QUICK if quick else Sizes(), ops, batches)
+    cases = [] if only_steps else chosen_cases(config.text, QUICK if quick else Sizes(), ops, batches, config)
     if found := obstacle():
         raise RunnerUnavailable(f"bench: cannot run here: {found}")
     command = shlex.join(["note-parity", *sys.argv[1:]])

@@ -16,8 +16,9 @@ from optimized.bench.cases.indexer import indexer_cases
 from optimized.bench.cases.pointwise import pointwise_cases
 from optimized.bench.cases.prefill_attention import prefill_attention_cases
 from optimized.bench.cases.projections import projection_cases
+from optimized.bench.cases.vision import vision_cases
 from optimized.bench.records import BenchError
-from reference.config import TextConfig
+from reference.config import NoteConfig, TextConfig
 
 FAMILIES = (
     pointwise_cases,
@@ -37,12 +38,24 @@ def all_cases(config: TextConfig, sizes: Sizes) -> list[Case]:
     return [case for family in FAMILIES for case in family(config, sizes)]
 
 
-def chosen_cases(config: TextConfig, sizes: Sizes, ops: Sequence[str] = (), batches: Sequence[int] = ()) -> list[Case]:
+def tower_cases(config: NoteConfig) -> list[Case]:
+    """Whole towers, one case a call."""
+    return [*(vision_cases(config.vision) if config.vision else ())]
+
+
+def chosen_cases(
+    config: TextConfig,
+    sizes: Sizes,
+    ops: Sequence[str] = (),
+    batches: Sequence[int] = (),
+    towers: NoteConfig | None = None,
+) -> list[Case]:
     """Those whose op matches one of the globs and whose number of tokens is one of `batches`; none given: all.
 
+    With `towers`, its towers are among what there is.
     Raises: BenchError if a glob or a batch matches nothing, with what there is.
     """
-    cases = all_cases(config, sizes)
+    cases = [*all_cases(config, sizes), *(tower_cases(towers) if towers else ())]
     known = sorted({case.op for case in cases})
     for glob in ops:
         if not any(fnmatchcase(op, glob) for op in known):

@@ -16,6 +16,11 @@ from hypothesis import strategies as st
 from kernel_checks import DEVICE, DTYPES, assert_as_good_as_eager, check_against_twin
 from torch import Tensor
 
+from optimized.bench import peers_vision
+from optimized.bench.case import Inputs
+from optimized.bench.cases import vision as bench
+from optimized.bench.floors import Ceilings
+from optimized.bench.run import run_case as run_row
 from optimized.device import choose
 from optimized.errors import KernelInputError, NotSupportedError, PlanError
 from optimized.kernels.common import HAS_TRITON
@@ -31,7 +36,7 @@ from parity.vision_check import boundary_cases, check_vision, synthetic_vision_c
 from parity.vision_compare import VisionComparison, compare_vision, compare_vision_exact
 from reference.checkpoint import synthetic_tensors
 from reference.checkpoint.expected_towers import VISION
-from reference.config import NoteConfig, VisionConfig, slice_of, tiny
+from reference.config import NoteConfig, VisionConfig, released, slice_of, tiny
 from reference.errors import CheckpointError
 from reference.layers.vision_grid import VisionInputError, coordinates
 from reference.vision import tiny_vision, tiny_with_vision
@@ -279,6 +284,31 @@ def test_a_quantized_tower_holds_no_wide_experts() -> None:
     names = unpack_vision(packed)
     assert not any(".experts." in name for name in names)
     assert packed.nbytes > sum(tensor.nbytes for tensor in names.values())
+
+
+# The benchmark
+
+
+def test_the_work_is_the_specifications() -> None:
+    vision = released().vision
+    assert vision is not None
+    (grid,) = grids = ((1, 72, 72),)
+    attention = 4 * 1536 * (grid[1] * grid[2]) ** 2 * 42
+    trunk, merger = 2 * 5184 * (1.2145e9 + 588 * 1536), 2 * 1296 * 69.2e6
+    assert bench.tower_flops(vision, grids) == pytest.approx(attention + trunk + merger, rel=1e-3)
+    assert bench.video_grid(1080, 1920, 600.0, 30.0, 14) == (259, 28, 52)
+    assert [case.tokens for case in bench.vision_cases(vision)] == [5184, 41472, 20736, 11648, 377104]
+
+
+def test_a_row_of_the_benchmark_is_checked_and_has_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At tiny widths on the CPU, by a clock that does not measure; transformers is left out."""
+    monkeypatch.setattr(peers_vision, "find_spec", lambda name: None)
+    shape = bench.VisionShape("tiny", ((1, 2, 4),), has_peers=True)
+    (case,) = bench.vision_cases(tiny_vision(), [shape])
+    given = Inputs(CONFIG.text, torch.device("cpu"), backend="torch")
+    row = run_row(case, given, Ceilings(4.0, 4.0, 3.0, 700.0), lambda call, timing: 5.0)
+    assert row.us == 5.0, row.why
+    assert {peer.name: peer.us for peer in row.peers} == {"transformers eager": None, "the reference, eager": 5.0}
 
 
 # The kernel
