@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from optimized.audio_mel import MelRows, device_mel, mel_rows
+from optimized.audio_mel import DeviceMel, MelRows, mel_rows
 from optimized.audio_rows import ChunkPlace, TokenRows, grouped, stage_observer, stem_rows, token_rows
 from optimized.audio_weights import PackedAudio, SpeechLayerWeights, pack_audio
 from optimized.device import Backend, Ops, choose
@@ -59,6 +59,7 @@ class AudioTower:
         if rotated % 2:
             raise NotSupportedError(f"the audio tower rotates pairs of lanes: expected an even number, found {rotated}")
         self.device, self.dtype = weights.final_norm_D.device, weights.final_norm_D.dtype
+        self._mel = DeviceMel(config, self.device, torch.promote_types(self.dtype, torch.float32))
         self._frequency_P = 1.0 / config.rope_theta ** (
             torch.arange(0, rotated, 2, dtype=torch.float32, device=self.device) / max(1, rotated)
         )
@@ -83,10 +84,9 @@ class AudioTower:
     def embed_sound(self, waveforms: Sequence[Tensor], names: Sequence[str] | None = None) -> list[Tensor]:
         """Samples to embeddings, with features computed on the device.
 
-        waveforms: one channel each at the config's rate, float [S] on the CPU. Raises: SoundError, as `device_mel`.
+        waveforms: one channel each at the config's rate, float [S] on the CPU. Raises: SoundError, as `DeviceMel`.
         """
-        wide = torch.promote_types(self.dtype, torch.float32)
-        return self(device_mel(waveforms, self.config, self.device, wide), names)
+        return self(self._mel(waveforms), names)
 
     @torch.no_grad()
     def __call__(self, mel: MelRows, names: Sequence[str] | None = None) -> list[Tensor]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +37,8 @@ from reference.media.mel import (
 )
 from reference.media.sound import SoundError
 
-# S samples  B chunks  U frames of a group, those between chunks included  L frames of tokens  K frequencies  M mel bins
+# S samples  B chunks  U hops, those between chunks included  H samples of a hop  W samples of a window
+# L frames of tokens  K frequencies  M mel bins
 
 # Chunks whose spectra are in memory together: 0.6 GB at 60 s.
 CHUNKS_AT_ONCE = 16
@@ -78,82 +80,99 @@ def mel_rows(clips: Sequence[Features], config: AudioConfig, device: torch.devic
             pieces += [mel_LM, mel_LM.new_zeros(frames - len(mel_LM), config.num_mel_bins)]
     samples_B = tuple(samples for clip in clips for samples in clip.samples)
     mel_LM = torch.cat(pieces) if pieces else torch.zeros(0, config.num_mel_bins)
-    return MelRows(mel_LM.to(device), samples_B, tuple(len(clip.samples) for clip in clips))
+    (mel_LM,) = uploaded((mel_LM,), torch.device(device))
+    return MelRows(mel_LM, samples_B, tuple(len(clip.samples) for clip in clips))
 
 
-def device_mel(
-    waveforms: Sequence[Tensor],
-    config: AudioConfig,
-    device: torch.device | str,
-    dtype: torch.dtype = torch.float32,
-) -> MelRows:
-    """Features of clips, computed on the device.
+class DeviceMel:
+    """`DeviceMel(config, device)(waveforms)`: features computed on the device.
 
-    waveforms: one channel each at `config.sampling_rate` Hz, float [S] on the CPU, where they are checked.
-    Raises: SoundError for samples that are integers, of another shape, none, or not finite.
+    Window and mel bank are made on the CPU, where their bits are the same everywhere. `dtype`: of the computation and
+    the result; float64 is the truth.
     """
-    device = torch.device(device)
-    lengths = [chunk_lengths(len(check_waveform(samples_S)), config) for samples_S in waveforms]
-    samples_B = tuple(samples for clip in lengths for samples in clip)
-    bank = _Bank(config, device, dtype)
-    pieces = []
-    if waveforms:
-        (samples_S,) = uploaded((torch.cat([samples_S.to(dtype) for samples_S in waveforms]),), device)
-        starts = [0, *accumulate(samples_B)]
-        for first in range(0, len(samples_B), CHUNKS_AT_ONCE):
-            chosen = samples_B[first : first + CHUNKS_AT_ONCE]
-            pieces.append(_features(samples_S[starts[first] : starts[first + len(chosen)]], chosen, config, bank))
-    empty_LM = torch.zeros(0, config.num_mel_bins, dtype=dtype, device=device)
-    return MelRows(torch.cat([empty_LM, *pieces]), samples_B, tuple(len(clip) for clip in lengths))
 
-
-class _Bank:
-    """Window and mel bank on a device. Both are computed on the CPU, where their bits are the same."""
-
-    def __init__(self, config: AudioConfig, device: torch.device, dtype: torch.dtype):
-        self.window = hann_window(dtype).to(device)
+    def __init__(self, config: AudioConfig, device: torch.device | str, dtype: torch.dtype = torch.float32):
+        self.config, self.device, self.dtype = config, torch.device(device), dtype
+        self._window = hann_window(dtype).to(device)
         # Rounded to the features' dtype, as the definition has it.
-        self.bank_KM = mel_filter_bank(config.num_mel_bins, config.sampling_rate).to(dtype).double().to(device)
+        self._bank_KM = mel_filter_bank(config.num_mel_bins, config.sampling_rate).to(dtype).double().to(device)
+
+    def __call__(self, waveforms: Sequence[Tensor]) -> MelRows:
+        """waveforms: one channel each at the config's rate, float [S] on the CPU, where they are checked.
+
+        Raises: SoundError for samples that are integers, of another shape, none, or not finite.
+        """
+        lengths = [chunk_lengths(len(check_waveform(samples_S)), self.config) for samples_S in waveforms]
+        samples_B = tuple(samples for clip in lengths for samples in clip)
+        pieces = [torch.empty(0, self.config.num_mel_bins, dtype=self.dtype, device=self.device)]
+        if waveforms:
+            (samples_S,) = uploaded((torch.cat([samples_S.to(self.dtype) for samples_S in waveforms]),), self.device)
+            starts = [0, *accumulate(samples_B)]
+            for first in range(0, len(samples_B), CHUNKS_AT_ONCE):
+                chosen = samples_B[first : first + CHUNKS_AT_ONCE]
+                pieces.append(self._features(samples_S[starts[first] : starts[first + len(chosen)]], chosen))
+        return MelRows(torch.cat(pieces), samples_B, tuple(len(clip) for clip in lengths))
+
+    def _features(self, samples_S: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Features of some chunks, whose samples lie one behind the other, [L, M]."""
+        full = self.config.sampling_rate * self.config.chunk_seconds
+        rows = _rows(lengths, full // HOP, self.device)
+        log_UM = self._log_mel(_padded(samples_S, rows, full))
+        count = len(log_UM)
+        is_between_U = rows.frame_U[:count] >= rows.frames_U[:count]
+        highest_U = log_UM.amax(-1).masked_fill(is_between_U, float("-inf"))
+        highest_B = log_UM.new_full((len(lengths),), float("-inf"))
+        highest_B.scatter_reduce_(0, rows.chunk_U[:count], highest_U, "amax")
+        floor_L1 = (highest_B - RANGE)[rows.chunk_U[rows.row_L]][:, None]
+        return (torch.maximum(log_UM[rows.row_L], floor_L1) + 4.0) / 4.0
+
+    def _log_mel(self, padded_UH: Tensor) -> Tensor:
+        """Of the windows that start with each row, as many as there are samples for, [U - 2, M]."""
+        windows_UW = padded_UH.flatten().unfold(0, WINDOW, HOP)
+        power_UK = torch.fft.rfft(windows_UW * self._window).abs().square()
+        mel_UM = (power_UK.double() @ self._bank_KM).to(self.dtype)
+        return mel_UM.clamp(min=FLOOR).log10()
 
 
-def _features(samples_S: Tensor, lengths: Sequence[int], config: AudioConfig, bank: _Bank) -> Tensor:
-    """Features of some chunks, whose samples lie one behind the other, [L, M]."""
-    device, full = samples_S.device, config.sampling_rate * config.chunk_seconds
-    tokens_B = torch.tensor([token_count(length) for length in lengths])
-    frames_B = ((tokens_B << STRIDES) + 2).clamp(max=full // HOP)
+class _Rows(NamedTuple):
+    """One row of samples a hop, int64 on the device: the chunk of a row, its hop in the chunk, where the chunk's
+    samples start, how many they are, how many windows it has; and the rows that are frames of tokens.
+    """
+
+    chunk_U: Tensor
+    frame_U: Tensor
+    sample_U: Tensor
+    length_U: Tensor
+    frames_U: Tensor
+    row_L: Tensor
+
+
+def _rows(lengths: Sequence[int], most_frames: int, device: torch.device) -> _Rows:
+    tokens = [token_count(length) for length in lengths]
+    frames = [min((count << STRIDES) + 2, most_frames) for count in tokens]
+    frames_B, length_B = torch.tensor(frames), torch.tensor(lengths)
     hops_B = frames_B + WINDOW_HOPS - 1
-    length_B = torch.tensor(lengths)
-    hop_B = hops_B.cumsum(0) - hops_B
-    sample_B = length_B.cumsum(0) - length_B
+    first_B = hops_B.cumsum(0) - hops_B
     chunk_U = torch.arange(len(lengths)).repeat_interleave(hops_B)
-    own_U = torch.arange(len(chunk_U)) - hop_B[chunk_U]
-    # What a token has no frame for stays the last frame there is.
-    rows_L = torch.cat(
+    frame_U = torch.arange(len(chunk_U)) - first_B[chunk_U]
+    sample_U = (length_B.cumsum(0) - length_B)[chunk_U]
+    # What a token has no frame for repeats the last frame there is.
+    row_L = torch.cat(
         [
-            first + torch.arange(int(tokens) << STRIDES).clamp(max=int(frames) - 1)
-            for first, tokens, frames in zip(hop_B.tolist(), tokens_B, frames_B, strict=True)
+            first + torch.arange(count << STRIDES).clamp(max=most - 1)
+            for first, count, most in zip(first_B.tolist(), tokens, frames, strict=True)
         ]
     )
-    vectors = (chunk_U, own_U, sample_B[chunk_U], length_B[chunk_U], frames_B[chunk_U], rows_L)
-    chunk_U, own_U, sample_U, length_U, frames_U, rows_L = uploaded(vectors, device)
+    return _Rows(*uploaded((chunk_U, frame_U, sample_U, length_B[chunk_U], frames_B[chunk_U], row_L), device))
 
-    lane_S = torch.arange(HOP, device=device)
-    place_UH = (own_U[:, None] * HOP - WINDOW // 2 + lane_S).abs()
+
+def _padded(samples_S: Tensor, rows: _Rows, full: int) -> Tensor:
+    """[U, 160]: each chunk from half a window before its start on, mirrored at both edges of `full` samples."""
+    lane_H = torch.arange(HOP, device=samples_S.device)
+    place_UH = (rows.frame_U[:, None] * HOP - WINDOW // 2 + lane_H).abs()
     place_UH = torch.where(place_UH < full, place_UH, 2 * (full - 1) - place_UH)
-    source_UH = (sample_U[:, None] + place_UH).clamp(max=len(samples_S) - 1)
-    padded_UH = torch.where(place_UH < length_U[:, None], samples_S[source_UH], 0.0)
-    windows_UW = padded_UH.flatten().unfold(0, WINDOW, HOP)
-    power_UK = torch.fft.rfft(windows_UW * bank.window).abs().square()
-    mel_UM = (power_UK.double() @ bank.bank_KM).to(samples_S.dtype)
-    log_UM = mel_UM.clamp(min=FLOOR).log10()
-
-    count = len(log_UM)
-    highest_U = log_UM.amax(-1).masked_fill(own_U[:count] >= frames_U[:count], float("-inf"))
-    highest_B = log_UM.new_full((len(lengths),), float("-inf"))
-    highest_B.scatter_reduce_(0, chunk_U[:count], highest_U, "amax")
-    log_LM = log_UM[rows_L]
-    floor_L1 = (highest_B - RANGE)[chunk_U[rows_L]][:, None]
-    return (torch.maximum(log_LM, floor_L1) + 4.0) / 4.0
+    source_UH = (rows.sample_U[:, None] + place_UH).clamp(max=len(samples_S) - 1)
+    return torch.where(place_UH < rows.length_U[:, None], samples_S[source_UH], 0.0)
 
 
 def _check_features(clip: Features, config: AudioConfig, name: str) -> None:

@@ -77,9 +77,9 @@ def stem_rows(chunks: Sequence[ChunkPlace], device: torch.device) -> tuple[StemR
 
 
 def uploaded(vectors: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:
-    """Vectors of one dtype on the device, in one copy that nothing waits for."""
+    """Tensors of one dtype on the device, joined along their rows for one copy that nothing waits for."""
     together = torch.cat(tuple(vectors))
-    if device.type == "cuda":
+    if device.type == "cuda" and not together.is_cuda:
         together = together.pin_memory()
     return together.to(device, non_blocking=True).split([len(vector) for vector in vectors])
 

@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 
 from optimized.bench.case import Case, Sizes
 from optimized.bench.cases.absorb import absorb_cases
+from optimized.bench.cases.audio import audio_cases, sequence_attention_cases
 from optimized.bench.cases.decode_attention import decode_attention_cases
 from optimized.bench.cases.experts import expert_cases
 from optimized.bench.cases.indexer import indexer_cases
@@ -39,8 +40,12 @@ def all_cases(config: TextConfig, sizes: Sizes) -> list[Case]:
 
 
 def tower_cases(config: NoteConfig) -> list[Case]:
-    """Whole towers, one case a call."""
-    return [*(vision_cases(config.vision) if config.vision else ())]
+    """Whole towers, one case a call, and the attention core that they share."""
+    return [
+        *(vision_cases(config.vision) if config.vision else ()),
+        *(audio_cases(config.audio) if config.audio else ()),
+        *sequence_attention_cases(),
+    ]
 
 
 def chosen_cases(

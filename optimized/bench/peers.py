@@ -100,6 +100,22 @@ def fa3_prefill(
     )
 
 
+@_found("fa3-fwd", "fa3_fwd_interface")
+def fa3_sequences(
+    q_THX: Tensor, k_THX: Tensor, v_THX: Tensor, starts_B1: Tensor, longest: int, scale: float, checked: Checked
+) -> Peer | AbsentPeer:
+    """FA3 over sequences that each see all of themselves and nothing else."""
+    interface = import_module("fa3_fwd_interface")
+
+    def run() -> Tensor:
+        out = interface.flash_attn_varlen_func(
+            q_THX, k_THX, v_THX, starts_B1, starts_B1, longest, longest, softmax_scale=scale, causal=False
+        )
+        return out[0] if isinstance(out, tuple) else out
+
+    return Peer("fa3-fwd", run, checked)
+
+
 @_found("flex_attention", "torch")
 def flex_window(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, checked: Checked) -> Peer | AbsentPeer:
     """torch's compiled attention with the window as a block mask; q, k, v [1, H, T, lanes]. Compiles at first use."""

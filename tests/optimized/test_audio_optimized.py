@@ -12,7 +12,7 @@ from kernel_checks import DEVICE, assert_as_good_as_eager
 from torch import Tensor
 
 from optimized.audio import AudioOptions, AudioTower
-from optimized.audio_mel import MelRows, device_mel, mel_rows
+from optimized.audio_mel import DeviceMel, MelRows, mel_rows
 from optimized.audio_rows import ChunkPlace, grouped
 from optimized.audio_weights import audio_places, empty_audio, pack_audio, unpack_audio
 from optimized.errors import KernelInputError, NotSupportedError
@@ -192,7 +192,7 @@ def test_features_of_the_device_are_the_definitions(config: AudioConfig, lengths
     truth, eager = defined(torch.float64), defined(torch.float32)
     # Frames that do not exist are zeros there and repetitions here, and read by nothing.
     exists_L = truth.mel_LM.abs().sum(-1) > 0
-    wide, single = (device_mel(waveforms, config, DEVICE, dtype) for dtype in (torch.float64, torch.float32))
+    wide, single = (DeviceMel(config, DEVICE, dtype)(waveforms) for dtype in (torch.float64, torch.float32))
     assert wide.samples == single.samples == truth.samples
     assert wide.tokens == truth.tokens
     torch.testing.assert_close(wide.mel_LM.cpu()[exists_L], truth.mel_LM[exists_L], rtol=0, atol=1e-10)
@@ -206,7 +206,7 @@ def test_silence_and_a_click_at_the_end() -> None:
     click[-1] = 1.0
     for waveform_S in (torch.zeros(3000), click):
         defined = features(waveform_S, CONFIG).mel_NML[0].mT
-        found = device_mel([waveform_S], CONFIG, DEVICE).mel_LM.cpu()
+        found = DeviceMel(CONFIG, DEVICE)([waveform_S]).mel_LM.cpu()
         torch.testing.assert_close(found, defined[: len(found)], rtol=0, atol=1e-5)
 
 
