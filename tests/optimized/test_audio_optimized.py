@@ -16,8 +16,15 @@ from optimized.audio_mel import DeviceMel, MelRows, mel_rows
 from optimized.audio_rows import ChunkPlace, grouped
 from optimized.audio_weights import audio_places, empty_audio, pack_audio, unpack_audio
 from optimized.errors import KernelInputError, NotSupportedError
+from parity.audio_check import check_audio_sides, tiny_with_audio
+from parity.audio_clips import ClipWorkload
+from parity.audio_strategies import clip_workloads
+from parity.check import CheckReport
+from parity.runners.optimized_audio import OptimizedAudio
+from parity.runners.reference_audio import ReferenceAudio
 from parity.schema_audio import AUDIO_PROBES, audio_pattern_of
 from reference.audio import AudioEncoder, tiny_audio
+from reference.checkpoint import synthetic_tensors
 from reference.config import AudioConfig, released
 from reference.errors import CheckpointError
 from reference.media.mel import Features, features
@@ -26,6 +33,7 @@ from reference.numerics import Numerics
 from reference.probe import Override, Recorder, concatenated, listening
 
 CONFIG = tiny_audio()
+TINY = tiny_with_audio()
 # A chunk of one second is 100 frames: its last token has only four.
 ODD = dataclasses.replace(CONFIG, chunk_seconds=1)
 CHUNK = 32000
@@ -261,3 +269,65 @@ def test_an_odd_number_of_rotated_lanes_is_refused() -> None:
     weights = empty_audio(config, "cpu", torch.float32)
     with pytest.raises(NotSupportedError, match="expected an even number, found 3"):
         AudioTower(config, weights, tower(CONFIG, torch.float32).ops)
+
+
+def checked(workload: ClipWorkload, level: str, spoil=lambda tower: None) -> CheckReport:
+    """What `note-parity check --tower audio --candidate optimized` finds on the tiny checkpoint."""
+    weights = dict(synthetic_tensors(TINY))
+
+    def candidate(level: str) -> OptimizedAudio:
+        if level == "exact":
+            side = OptimizedAudio(TINY, weights, torch.float64, DEVICE, "torch")
+        else:
+            side = OptimizedAudio(TINY, weights, getattr(torch, level), DEVICE)
+        spoil(side.tower)
+        return side
+
+    return check_audio_sides(
+        lambda _: lambda dtype: ReferenceAudio(TINY, weights, dtype), candidate, [workload], (level,)
+    )
+
+
+@settings(max_examples=EXAMPLES)
+@given(clip_workloads(CONFIG, max_clips=2))
+def test_drawn_clips_agree_exactly(workload: ClipWorkload) -> None:
+    found = checked(workload, "exact")
+    assert found.compared
+    assert found.first_different is None
+
+
+@pytest.mark.parametrize("level", ["float32", "bfloat16"])
+def test_kernels_agree_at_every_named_tensor(level: str) -> None:
+    found = checked(ClipWorkload.parse("noise:1281 fading:33441 clicks:160"), level)
+    assert {audio_pattern_of(probe.name) for run in found.runs for probe in run.comparison.probes} == {
+        probe.pattern for probe in AUDIO_PROBES
+    }
+    assert found.first_different is None
+
+
+def _positions_run_on(own: AudioTower) -> None:
+    rotation = own.rotation
+    own.rotation = lambda positions_T: rotation(torch.arange(len(positions_T), device=DEVICE))
+
+
+def _symmetric_window(own: AudioTower) -> None:
+    own._mel._window = torch.hann_window(400, periodic=False, dtype=own._mel.dtype, device=DEVICE)
+
+
+def _other_biases(own: AudioTower) -> None:
+    own.weights.layers[1].qkv_bias_X.fill_(0.3)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "first"),
+    [
+        (_positions_run_on, "audio.layers.0.attn.query"),
+        (_symmetric_window, "audio.mel"),
+        (_other_biases, "audio.layers.1.attn.query"),
+    ],
+)
+def test_a_spoiled_tower_is_seen_where_it_is_wrong(spoil, first: str) -> None:
+    for level in ("exact", "bfloat16"):
+        found = checked(ClipWorkload.parse("noise:40000"), level, spoil)
+        assert found.first_different is not None
+        assert found.first_different.comparison.first.name == first
