@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from parity.tolerance import BLOCK_ELEMENTS
+
 
 @dataclass(frozen=True)
 class RowFactors:
@@ -21,14 +23,23 @@ class RowFactors:
     left_over: Tensor
 
 
-def row_factors(actual: Tensor, expected: Tensor) -> RowFactors:
-    """Of [rows, …] tensors of one shape. What is not finite in the same way on both sides (-inf scores) is left out."""
+def row_factors(actual: Tensor, expected: Tensor, chosen: Tensor) -> RowFactors:
+    """Of the `chosen` rows (indices) of [rows, …] tensors of one shape, a block of them at a time.
+
+    What is not finite in the same way on both sides (-inf scores) is left out.
+    """
+    rows = max(1, BLOCK_ELEMENTS * len(expected) // max(1, expected.numel()))
+    blocks = [_of_block(actual[block], expected[block]) for block in chosen.split(rows)]
+    return RowFactors(*(torch.cat(column) for column in zip(*blocks, strict=True)))
+
+
+def _of_block(actual: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
     actual_RX, expected_RX = (tensor.to(torch.float64).flatten(1) for tensor in (actual, expected))
     is_left_out_RX = ~expected_RX.isfinite() & (actual_RX == expected_RX)
     actual_RX, expected_RX = (side.masked_fill(is_left_out_RX, 0.0) for side in (actual_RX, expected_RX))
     squares_R = expected_RX.square().sum(1)
     factors_R = (actual_RX * expected_RX).sum(1) / squares_R
-    return RowFactors(factors_R, (actual_RX - factors_R[:, None] * expected_RX).norm(dim=1) / squares_R.sqrt())
+    return factors_R, (actual_RX - factors_R[:, None] * expected_RX).norm(dim=1) / squares_R.sqrt()
 
 
 def constant_factor(rows: RowFactors, allowed_R: Tensor) -> float | None:

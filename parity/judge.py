@@ -98,7 +98,11 @@ class Findings:
 
 
 class Judge:
-    """Judges a candidate's trace. With `draws` = 0 nothing is rounded on either side, and the limit is a constant."""
+    """Judges a candidate's trace. With `draws` = 0 nothing is rounded on either side, and the limit is a constant.
+
+    In memory: the truth in float64 and every draw, about 12 times a candidate in bfloat16 for 8 draws; the candidate's
+    own tables one at a time, and beside them a few times the largest.
+    """
 
     def __init__(
         self,
@@ -194,13 +198,11 @@ class Judge:
         largest = torch.cat([part.errors.largest for part in parts])
         noise = torch.cat([part.noise for part in parts])
         limits = torch.cat([part.limits for part in parts])
-        excess = error / (noise * limits)
-        worst = int(excess.argmax())
-        bad = (excess > 1.0).nonzero().flatten().tolist()
+        worst = int((error / (noise * limits)).argmax())
+        bad = _is_bad(error, noise, limits).nonzero().flatten().tolist()
         self._bad.setdefault(name, {rows[row] for row in bad})
         factors = RowFactors(
-            torch.cat([part.factors.factors for part in parts])[bad],
-            torch.cat([part.factors.left_over for part in parts])[bad],
+            torch.cat([part.factors.factors for part in parts]), torch.cat([part.factors.left_over for part in parts])
         )
         return ProbeResult(
             name,
@@ -234,13 +236,17 @@ class Judge:
             empty = torch.zeros(0, dtype=torch.float64)
             missing = sum(len(trace.keys(name, request)) for trace in sides)
             return _Part([], RowErrors(empty, empty, 0), RowFactors(empty, empty), empty, empty, False, missing)
+        if self._draws:
+            self._noise_and_limits(name, request)  # before the tables are loaded: it loads its own, one after another
         expected = in_order_of_ids(name, request, truth)
         actual = in_order_of_ids(name, request, self.candidate)
         expected_RX, actual_RX, keys, missing = common_rows(expected, actual)
-        errors, factors = row_errors(actual_RX, expected_RX), row_factors(actual_RX, expected_RX)
+        errors = row_errors(actual_RX, expected_RX)
         if not self._draws:
             rows = [Place(request, *key) for key in keys]
             noise = torch.full_like(errors.relative, EXACT_LIMIT)
+            bad = _is_bad(errors.relative, noise, torch.ones_like(noise)).nonzero().flatten()
+            factors = row_factors(actual_RX, expected_RX, bad)
             is_equal = torch.equal(actual_RX, expected_RX)
             return _Part(rows, errors, factors, noise, torch.ones_like(noise), is_equal, missing)
         row_of = {key: row for row, key in enumerate(self.truth.keys(name, request))}
@@ -250,11 +256,12 @@ class Judge:
         keys = tuple(key for key, is_kept in zip(keys, kept.tolist(), strict=True) if is_kept)
         selected = torch.tensor([row_of[key] for key in keys], dtype=torch.long)
         noise, limits = (per_row[selected] for per_row in self._noise_and_limits(name, request))
+        errors = RowErrors(errors.relative[kept], errors.largest[kept], errors.elements)
+        bad = kept.nonzero().flatten()[_is_bad(errors.relative, noise, limits)]
+        factors = row_factors(actual_RX, expected_RX, bad)
         plain = in_order_of_ids(name, request, self._draws[0]).values[selected]
         is_equal = plain.shape == actual_RX[kept].shape and torch.equal(plain.to(actual_RX.dtype), actual_RX[kept])
         rows = [Place(request, *key) for key in keys]
-        errors = RowErrors(errors.relative[kept], errors.largest[kept], errors.elements)
-        factors = RowFactors(factors.factors[kept], factors.left_over[kept])
         return _Part(rows, errors, factors, noise, limits, is_equal, missing)
 
     def _noise_and_limits(self, name: str, request: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -277,9 +284,11 @@ class Judge:
         return self._floors[name, request]
 
     def _floor_of_rows(self, name: str, request: str, kept: torch.Tensor) -> Floor:
-        truth = in_order_of_ids(name, request, self.truth).values[kept]
-        draws = [in_order_of_ids(name, request, draw).values[kept] for draw in self._draws]
-        return floor_of(draws, truth, self._rounded_to(name))
+        def rows(trace: Trace) -> torch.Tensor:
+            values = in_order_of_ids(name, request, trace).values
+            return values if kept.all() else values[kept]
+
+        return floor_of(map(rows, self._draws), rows(self.truth), self._rounded_to(name))
 
     def _rounded_to(self, name: str) -> torch.dtype:
         """What an implementation may round this tensor to: the storage dtype, unless the schema owes it float32."""
@@ -309,7 +318,7 @@ class Judge:
 
 @dataclass(frozen=True)
 class _Part:
-    """One request of one name."""
+    """One request of one name. Tensors have one number for each row, `factors` for each that is outside the noise."""
 
     rows: list[Place]
     errors: RowErrors
@@ -318,6 +327,11 @@ class _Part:
     limits: torch.Tensor
     is_bitwise_equal: bool
     missing: int
+
+
+def _is_bad(error: torch.Tensor, noise: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
+    """Which rows are outside the noise."""
+    return error / (noise * limits) > 1.0
 
 
 def _has_rows(parts: Sequence[_Part]) -> bool:

@@ -20,7 +20,7 @@ chance that a run without any fault is called different. Nothing here is tuned t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -105,13 +105,16 @@ class Floor:
         return (OUTLIER * self.largest / self.noise).clamp(max=limit)
 
 
-def floor_of(draws: Sequence[Tensor], truth: Tensor, rounded_to: torch.dtype) -> Floor:
-    """Root mean square over the draws [rows, …]; at least half the typical row's, and one rounding to `rounded_to`."""
+def floor_of(draws: Iterable[Tensor], truth: Tensor, rounded_to: torch.dtype) -> Floor:
+    """Root mean square over the draws [rows, …]; at least half the typical row's, and one rounding to `rounded_to`.
+
+    One draw is needed at a time.
+    """
     errors = [row_errors(draw, truth) for draw in draws]
     relative_KR = torch.stack([error.relative for error in errors]).clamp(min=one_rounding(rounded_to))
     by_row = relative_KR.square().mean(dim=0).sqrt()
     typical = by_row.square().mean().sqrt()
-    spread = relative_KR.log().var(dim=0).mean().sqrt() if len(draws) > 1 else torch.zeros(())
+    spread = relative_KR.log().var(dim=0).mean().sqrt() if len(errors) > 1 else torch.zeros(())
     independent = (2.0 * max(1, errors[0].elements)) ** -0.5
     noise = torch.maximum(by_row, 0.5 * typical)
     return Floor(noise, max(float(spread), independent), float(relative_KR.max()))

@@ -99,7 +99,7 @@ class Trace:
         """
         entries = self._entries[name, request]
         tensors = [_comparable(entry.source.load()) for entry in entries]
-        return Table(tuple(_row_keys(entries)), torch.cat(_equally_wide(tensors)))
+        return Table(tuple(_row_keys(entries)), torch.cat(_equally_wide(tensors)) if len(tensors) > 1 else tensors[0])
 
 
 def row_blocks(
@@ -172,6 +172,9 @@ def _equally_wide(tensors: list[Tensor]) -> list[Tensor]:
 
 def common_rows(expected: Table, actual: Table) -> tuple[Tensor, Tensor, tuple[RowKey, ...], int]:
     """Values of the rows that both have, in the order of `expected`, their keys, and how many rows only one has."""
+    if expected.keys == actual.keys:
+        left, right = _equally_wide([expected.values, actual.values])
+        return left, right, expected.keys, 0  # no copy where none is needed
     index = {key: row for row, key in enumerate(actual.keys)}
     pairs = [(row, index[key]) for row, key in enumerate(expected.keys) if key in index]
     missing = len(expected.keys) + len(actual.keys) - 2 * len(pairs)

@@ -154,7 +154,7 @@ class _Judge:
             float(errors.largest[worst]),
             Place("images", worst, 0),
             Place("images", int(bad[0]), 0) if len(bad) else None,
-            factor=constant_factor(row_factors(actual_RX[bad], truth_RX[bad]), allowed_R)
+            factor=constant_factor(row_factors(actual_RX, truth_RX, bad), allowed_R)
             if len(bad) and is_same_shape
             else None,
         )

@@ -1,5 +1,6 @@
-"""A dump is compared with a golden one pair of tables at a time, however large both are."""
+"""A dump is compared with a golden one pair of tables at a time, however large both are; so it is by a judge."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -49,10 +50,41 @@ peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 print(comparison.compared, comparison.first.name, before, peak)
 """
 
+JUDGE = """
+import dataclasses, gc, sys
+import torch
+from parity.judge import Judge
+from parity.run import traced
+from parity.runners.reference import ReferenceRunner
+from parity.trace import Trace
+from parity.workload import Workload
+from reference.checkpoint import synthetic_tensors
+from reference.config import tiny
+
+config, workload = tiny(), Workload.parse("p:a64")
+config = dataclasses.replace(config, text=dataclasses.replace(config.text, vocab_size=100_000))
+weights = dict(synthetic_tensors(config))
+reference = lambda dtype: ReferenceRunner(config, weights, dtype)
+(logits,) = [e for e in traced(reference(torch.bfloat16), workload).entries() if e.name == "logits"]
+logits.source.tensor[:] *= float(sys.argv[1])
+judge = Judge(reference, Trace([logits]), torch.bfloat16, workload, "cascade", 8, 1e-6)
+
+def resident(word):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(word))
+
+gc.collect()
+open("/proc/self/clear_refs", "w").write("5")  # the peak counts from here
+before = resident("VmRSS:")
+(result,) = judge.probes()
+print(result.verdict.replace(" ", "-"), logits.source.load().nbytes, resident("VmHWM:") - before)
+"""
+
 
 def run(script: str, *arguments: object) -> str:
     command = [sys.executable, "-c", script, *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    # Large blocks go back to the system when they are freed, so that the peak is of what was in use.
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -75,3 +107,14 @@ def test_comparing_takes_little_memory(tmp_path: Path, layers: int, rows: int, w
     assert int(compared) == layers
     assert first == f"layers.{layers - 2}.output"
     assert int(peak) < (limit or int(before) + layers * rows * width * 2)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
+@pytest.mark.parametrize(("factor", "verdict"), [(1.0, "bitwise-equal"), (1000.0, "different")])
+def test_judging_takes_little_memory_beside_the_runs(factor: float, verdict: str) -> None:
+    """Beside the traces of its nine runs, a few times the largest table of the dump. Nothing is in float64 as a whole,
+    which would be four times the table for each side and each step of the arithmetic."""
+    found, table, peak = run(JUDGE, factor).split()
+    print(f"a table of {int(table) / 1e6:.0f} MB: {int(peak) / 1e6:.0f} MB while it is judged")
+    assert found == verdict
+    assert int(peak) < 6 * int(table)
