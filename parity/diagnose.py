@@ -9,7 +9,7 @@ of those that help are tried. "unknown" is an answer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from math import log
 from typing import Literal
@@ -22,6 +22,7 @@ from parity.findings import ChoiceResult, Comparison, ProbeResult
 from parity.judge import Findings, Judge
 from parity.runners.reference import ReferenceRunner
 from parity.schema import dataflow_key, pattern_of
+from parity.score_factor import CORE, score_factor
 from parity.tolerance import DRAWS, EXACT_LIMIT, FALSE_ALARM_RATE, row_errors
 from parity.trace import Trace, common_rows
 from parity.workload import Workload
@@ -99,6 +100,7 @@ def diagnose(
     judge = Judge(lambda dt: reference(dt, ()), candidate, dtype, workload, "pinpoint", draws, false_alarm_rate)
     coverage = coverage_of(candidate)
     before = Comparison(tuple(judge.probes()), tuple(judge.choices()), judge.choice_rows, false_alarm_rate)
+    before = _with_score_factor(before, judge, reference)
     residual_before = _worst([*before.probes, *before.choices])
     unseen = blind_spots(judge.config.text, workload, candidate.names())
     if not before.is_different:
@@ -128,6 +130,15 @@ def diagnose(
         bool(explanations) and harmless.issuperset(explanations[0].faults),
         unseen,
     )
+
+
+def _with_score_factor(before: Comparison, judge: Judge, reference: FaultyReference) -> Comparison:
+    """Attention scores are in no dump: of the first difference, it is said if it is a factor of theirs."""
+    first = before.first
+    if not isinstance(first, ProbeResult) or pattern_of(first.name) != CORE:
+        return before
+    told = replace(first, score_factor=score_factor(judge, reference(torch.float64, ()), first))
+    return replace(before, probes=tuple(told if probe is first else probe for probe in before.probes))
 
 
 def coverage_of(candidate: Trace) -> Coverage:

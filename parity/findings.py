@@ -80,7 +80,8 @@ class ProbeResult:
 
     `limit` is in units of `noise`. Without rounding, `noise` is the constant limit and `limit` is 1. `steps` are the
     same rows, sorted by the step that computed them, where that is known. `factor`: the rows that are different are the
-    true ones times this constant, but for noise.
+    true ones times this constant, but for noise. `score_factor`: those of an attention's core are what attention scores
+    times this constant give, but for noise.
     """
 
     name: str
@@ -97,6 +98,7 @@ class ProbeResult:
     first_bad: Place | None
     steps: tuple[StepResult, ...] = ()
     factor: float | None = None
+    score_factor: float | None = None
 
     @property
     def ratio(self) -> float:

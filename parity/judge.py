@@ -173,6 +173,18 @@ class Judge:
             len(confirmed) + len(self._replay.exchanges),
         )
 
+    def different_rows(self, name: str) -> dict[Place, DifferentRow]:
+        """The rows of a judged name that are different from the reference without a fault."""
+        found = {}
+        for request in self.truth.requests(name):
+            part = self._part(name, request, self.truth, None)
+            allowed = dict(zip(part.rows, (part.noise * part.limits).tolist(), strict=True))
+            if different := self._bad[name] & allowed.keys():
+                table = in_order_of_ids(name, request, self.candidate)
+                row_of = {Place(request, *key): row for row, key in enumerate(table.keys)}
+                found |= {place: DifferentRow(table.values[row_of[place]], allowed[place]) for place in different}
+        return found
+
     def first_of(self, blamed: Sequence[ProbeResult | ChoiceResult]) -> tuple[str, Place]:
         """The row that is different and is computed first: by the earliest action, nearest to the input."""
         places = [(result.name, _first_place(result)) for result in blamed]
@@ -314,6 +326,14 @@ class Judge:
         # Of one element: the row's noise shared out among its elements; of a difference of two: sqrt(2) times that.
         relative = float(self._floor(name, exchange.request).noise[row]) * (2.0 / elements) ** 0.5
         return self._element_limit * relative * exchange.scale
+
+
+@dataclass(frozen=True)
+class DifferentRow:
+    """What the candidate has there, and the relative error that it may have by noise."""
+
+    actual: torch.Tensor
+    allowed: float
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,8 @@ def where_lines(report: Report) -> Iterator[str]:
         yield f"worst at {first.place}: relative {number(first.error)}, absolute {number(first.largest)}"
         if first.factor is not None:
             yield f"{first.tensor} is the expected one times {first.factor:.4g}, but for noise"
+        if first.score_factor is not None:
+            yield f"{first.tensor} is what attention scores times {first.score_factor:.4g} give, but for noise"
 
 
 def end_to_end_lines(detail: Detail) -> Iterator[str]:

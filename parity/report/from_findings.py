@@ -207,6 +207,7 @@ class _Run:
             _place(probe.first_bad),
             tuple(self._step(step) for step in probe.steps),
             probe.factor,
+            probe.score_factor,
         )
 
     def _step(self, step: StepResult) -> Step:

@@ -17,6 +17,8 @@ from parity.diagnose import Diagnosis, diagnose
 from parity.faults.catalogue import CATALOGUE
 from parity.faults.fault import Fault
 from parity.findings import ChoiceResult, Comparison, ProbeResult
+from parity.report.compare_text import where_lines
+from parity.report.from_findings import report_of_diagnosis
 from parity.run import traced
 from parity.runners.reference import ReferenceRunner
 from parity.trace import Trace
@@ -90,8 +92,8 @@ def test_c02_what_is_no_multiple_has_no_factor() -> None:
 
 @pytest.mark.parametrize("layer", [0, 2], ids=["full", "sliding"])
 def test_c03_a_scale_that_is_wrong_in_decode_only(layer: int) -> None:
-    """Prefill agrees, the first decode differs at the attention core, and the scale is named."""
-    port, fault = Port(one_layer(layer), "p:a16 d:a"), CATALOGUE["scale_from_latent_row_in_decode"]
+    """Prefill agrees, the first decode differs at the attention core, and the scale is named with its ratio."""
+    port, fault = Port(one_layer(layer), "p:a16 d:a d:a"), CATALOGUE["scale_from_latent_row_in_decode"]
     trace = port.trace(fault)
     comparison = port.compared(trace)
     assert comparison.first is not None
@@ -101,6 +103,31 @@ def test_c03_a_scale_that_is_wrong_in_decode_only(layer: int) -> None:
     diagnosis = port.diagnosed(trace, scales)
     assert [hypothesis.faults for hypothesis in diagnosis.explanations] == [(fault.id,)]
     assert "scale" in fault.says
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, BFLOAT16], ids=["exact", "bfloat16"])
+@pytest.mark.parametrize("layer", [0, 2], ids=["full", "sliding"])
+def test_c03_the_ratio_of_the_scores_is_told(layer: int, dtype: torch.dtype) -> None:
+    """The scores themselves are in no dump: the ratio is that under which the recorded core comes out."""
+    port, fault = Port(one_layer(layer), "p:a16 d:a d:a"), CATALOGUE["scale_from_latent_row_in_decode"]
+    diagnosis = port.diagnosed(port.trace(fault, dtype=dtype), [fault], dtype)
+    first, geometry = diagnosis.before.first, port.config.text.geometry(0)
+    assert isinstance(first, ProbeResult)
+    ratio = (geometry.qk_head_dim / geometry.latent_row) ** 0.5
+    assert first.score_factor == pytest.approx(ratio, rel=1e-9 if dtype == torch.float64 else 0.03)
+    assert first.factor is None, "the core itself is no multiple"
+    report = report_of_diagnosis(diagnosis, port.workload, "bfloat16", "golden", "dump", CATALOGUE)
+    assert f"layers.0.attn.core is what attention scores times {first.score_factor:.4g} give" in "".join(
+        where_lines(report)
+    )
+
+
+@pytest.mark.parametrize("fault_id", ["window_512", "no_window", "kv_b_row_order"])
+def test_c03_what_is_no_multiple_of_the_scores_has_no_ratio(fault_id: str) -> None:
+    port, fault = Port(one_layer(2), "p:a16 d:a d:a"), CATALOGUE[fault_id]
+    first = port.diagnosed(port.trace(fault), [fault]).before.first
+    assert isinstance(first, ProbeResult)
+    assert (first.name, first.score_factor) == ("layers.0.attn.core", None)
 
 
 @pytest.mark.parametrize(("length", "is_excluded"), [(3, False), (4, False), (5, True), (12, True)])
