@@ -13,6 +13,7 @@ from parity.audio_check import check_audio, check_audio_optimized, synthetic_aud
 from parity.audio_clips import ClipWorkload
 from parity.check import CheckReport, Level
 from parity.engine_check import check_folder
+from parity.multimodal_case import MultimodalCase
 from parity.oracle_check import check_against_transformers, synthetic_checkpoint
 from parity.report.from_findings import layer_kinds, report_of_check
 from parity.report.records import Report
@@ -20,7 +21,8 @@ from parity.vision_case import VisionCase
 from parity.vision_check import check_vision, report_of_vision_check, synthetic_vision_checkpoint
 from parity.workload import Workload
 
-Tower = Literal["text", "vision", "audio"]
+# `multimodal` is all of them together.
+Tower = Literal["text", "vision", "audio", "multimodal"]
 Candidate = Literal["transformers", "optimized"]
 
 
@@ -40,7 +42,7 @@ class CheckOptions:
     def command(self) -> str:
         """What repeats it, without what narrows a run down."""
         words = ["note-parity check", *([str(self.folder)] if self.folder else [])]
-        words += [] if self.tower == "text" else ["--tower", self.tower]
+        words += {"text": [], "multimodal": ["--multimodal"]}.get(self.tower, ["--tower", self.tower])
         if self.candidate == "optimized":
             words += ["--candidate", "optimized", "--device", self.device]
             words += ["--backend", self.backend] if self.backend else []
@@ -51,7 +53,7 @@ def run_check(
     options: CheckOptions, levels: Sequence[Level], progress: Callable[[str], None]
 ) -> tuple[CheckReport, Report]:
     """The findings, and their report. Raises: what the checks raise."""
-    run = {"text": _text, "vision": _vision, "audio": _audio}[options.tower]
+    run = {"text": _text, "vision": _vision, "audio": _audio, "multimodal": _multimodal}[options.tower]
     return run(options, levels, progress)
 
 
@@ -96,3 +98,16 @@ def _audio(
         else:
             found = check_audio(folder, clips, levels, options.drawn, options.seed, progress)
     return found, report_of_check(found, command=options.command())
+
+
+def _multimodal(
+    options: CheckOptions, levels: Sequence[Level], progress: Callable[[str], None]
+) -> tuple[CheckReport, Report]:
+    # It makes files, with packages that the other checks do without.
+    from parity.multimodal_check import check_multimodal, synthetic_note_checkpoint
+
+    cases = [MultimodalCase.parse(options.workload, options.seed)] if options.workload else None
+    made = synthetic_note_checkpoint(options.seed) if options.folder is None else nullcontext(options.folder)
+    with made as folder:
+        found, config = check_multimodal(folder, cases, levels, options.drawn, options.seed, progress)
+    return found, report_of_check(found, layer_kinds(config.text), options.command())

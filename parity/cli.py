@@ -160,6 +160,9 @@ def check(
         typer.Argument(metavar="[CHECKPOINT]", help="A checkpoint folder; without one, a tiny synthetic one."),
     ] = None,
     tower: Annotated[Literal["text", "vision", "audio"], typer.Option(help="Which part of the model.")] = "text",
+    multimodal: Annotated[
+        bool, typer.Option("--multimodal", help="The whole model: files, towers, scatter, text, generation.")
+    ] = False,
     candidate: Annotated[
         Literal["transformers", "optimized"], typer.Option(help="What is compared with the reference.")
     ] = "transformers",
@@ -196,7 +199,10 @@ def check(
     levels = [known for known in LEVELS if known in (level or LEVELS)]
     if len(levels) != len(level or LEVELS):
         raise WorkloadError(f"--level must be one of {', '.join(LEVELS)}, found {', '.join(level or [])}")
-    options = CheckOptions(tower, candidate, folder, workload, drawn, seed, device, backend)
+    if multimodal and tower != "text":
+        raise WorkloadError(f"--multimodal is the whole model: leave --tower {tower} out")
+    part = "multimodal" if multimodal else tower
+    options = CheckOptions(part, candidate, folder, workload, drawn, seed, device, backend)
     with progress_lines() as progress:
         found, report = run_check(options, levels, progress)
     write_reports(report, json, junit, markdown, html)

@@ -129,7 +129,7 @@ PROBES = _in_dataflow_order()
 _RANK = {spec.pattern: rank for rank, spec in enumerate(PROBES)}
 _NUMBERED = re.compile(r"^(layers|cache|mtp)\.(\d+)\.(.+)$")
 VISION, AUDIO = "vision.", "audio."
-_GROUP_RANK = {"embeddings": 0, "layers": 1, "final_norm": 2, "logits": 3, "cache": 4, "mtp": 5}
+_GROUP_RANK = {"prompt.ids": -7, "embeddings": 0, "layers": 1, "final_norm": 2, "logits": 3, "cache": 4, "mtp": 5}
 
 
 @cache

@@ -198,15 +198,18 @@ class NoteSession(Session):
         token_ids: Sequence[int],
         media: Sequence[MediaInput],
         spans: Sequence[MediaSpan] | None = None,
+        features: Sequence[MediaRows] | None = None,
     ) -> None:
         """Run the towers for the prompt of a request that has not begun, and check all of it.
 
+        `features`: the rows of `media`, where the towers have run already.
         Raises: CacheError if the request exists; what `NoteModel.features` and `NoteModel.embed` raise.
         """
         if request in self._requests:
             raise CacheError(f"request {request!r} has begun: its media must be placed before its first step")
         token_ids_T = torch.tensor(token_ids, dtype=torch.int64, device=self.note.lm_head.weight.device)
-        features = self.note.features(media, request)
+        if features is None:
+            features = self.note.features(media, request)
         embeddings_TD = self.note.embed(token_ids_T, features, spans, request)
         self._prompts[request] = _Prompt(tuple(token_ids), embeddings_TD)
 
