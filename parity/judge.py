@@ -175,7 +175,7 @@ class Judge:
 
     def different_rows(self, name: str) -> dict[Place, DifferentRow]:
         """The rows of a judged name that are different from the reference without a fault."""
-        found = {}
+        found: dict[Place, DifferentRow] = {}
         for request in self.truth.requests(name):
             part = self._part(name, request, self.truth, None)
             allowed = dict(zip(part.rows, (part.noise * part.limits).tolist(), strict=True))
