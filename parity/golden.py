@@ -39,6 +39,7 @@ from parity.golden_file import (
     write_part,
     write_record,
 )
+from parity.manifest import sha256_of_files
 from parity.router_order import in_order_of_ids
 from parity.schema import decided_by, spec_of
 from parity.streamed_run import Run, StageTraces, StreamedRun
@@ -101,7 +102,8 @@ def make_golden(
         traces = streamed.layer(stage, progress) if stage < layers else streamed.head()
         file = f"layer.{stage}.safetensors" if stage < layers else "head.safetensors"
         export.finish_stage(file, _tables(traces, names, dtype), dtype, streamed.runs)
-    export.complete(target)
+    progress("hash of the checkpoint's files")
+    export.complete(target, sha256_of_files(folder.path / name for name in folder.files))
     return Golden.open(target)
 
 
@@ -143,8 +145,10 @@ class _Export:
         write_record(self._folder, self._record.model_copy(update={"parts": self.parts}), STATE_FILE)
         self._hidden_file(done).unlink(missing_ok=True)
 
-    def complete(self, target: Path) -> None:
-        write_record(self._folder, self._record.model_copy(update={"parts": self.parts}), GOLDEN_FILE)
+    def complete(self, target: Path, files_sha256: str) -> None:
+        weights = self._record.weights.model_copy(update={"files_sha256": files_sha256})
+        record = self._record.model_copy(update={"parts": self.parts, "weights": weights})
+        write_record(self._folder, record, GOLDEN_FILE)
         kept = {GOLDEN_FILE, *(part.file for part in self.parts)}
         for path in self._folder.iterdir():
             if path.name not in kept:
@@ -201,7 +205,7 @@ def with_margins(keys: tuple[tuple[int, int], ...], chosen_RK: torch.Tensor, sco
 
 
 def _weights_record(folder: CheckpointFolder, synthetic_seed: int | None) -> WeightsRecord:
-    """Hashes of the index and of all headers, in the order of the files' names."""
+    """Hashes of the index and of all headers, by the names of the files. That of whole files comes at the end."""
     headers = hashlib.sha256()
     for name in folder.files:
         with (folder.path / name).open("rb") as file:

@@ -75,11 +75,16 @@ class PartRecord(_Record):
 
 
 class WeightsRecord(_Record):
-    """Which weights were run: hashes of the checkpoint's index and headers, and the seed if they are synthetic."""
+    """Which weights were run: hashes of the checkpoint's index and headers, and the seed if they are synthetic.
+
+    `files_sha256`: of the weight files, as a dump's manifest has it (`manifest.sha256_of_files`); None in goldens that
+    were made before this was noted down.
+    """
 
     index_sha256: str
     headers_sha256: str
     synthetic_seed: int | None = None
+    files_sha256: str | None = None
 
 
 class ChosenToken(_Record):

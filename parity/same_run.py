@@ -1,7 +1,8 @@
 """Are two recorded runs of the same model and the same inputs? What both sides say is held against each other.
 
 config      the parsed configs, where both are there; else their hashes
-weights     hashes
+weights     hashes; a golden's are compared too, but what differs is a warning: the hash is of files, and an engine may
+            well run the same weights from files of its own
 inputs      hash of the token ids of all steps
 workload    the line, its seed and its chosen tokens
 """
@@ -34,7 +35,7 @@ class RunIdentity:
 
 
 def identity_of_golden(golden: Golden) -> RunIdentity:
-    """Its weights are known by the hashes of index and headers only, which a dump does not have."""
+    """Without the hash of its weights; see `weights_warning`."""
     steps = [(step.request, step.token_ids) for _, step in numbered_steps(golden) if step.kind != "draft"]
     hashes = Hashes(inputs=sha256_of_tokens(steps))
     return RunIdentity(hashes, golden.workload, NoteConfig.from_json(golden.record.config))
@@ -61,6 +62,19 @@ def require_same_run(expected: RunIdentity, actual: RunIdentity) -> None:
     if problems:
         problems.append("to compare them all the same: --allow-different-run")
     refuse("the two sides are not of the same run", problems)
+
+
+def weights_warning(golden: Golden, dump: RunIdentity) -> str | None:
+    """A line if the dump names the hash of its weight files, and the golden another one or none."""
+    mine, theirs = golden.record.weights.files_sha256, dump.hashes.weights
+    if theirs is None or mine == theirs:
+        return None
+    if mine is None:
+        return "weights not compared: the dump names the hash of its weight files, the golden does not know its own"
+    return (
+        f"different weights: the dump ran weight files with sha256 {theirs}, the golden was made from {mine}; if these "
+        "are not the same tensors in other files, no difference below says anything of the port"
+    )
 
 
 def _config_differences(expected: NoteConfig, actual: NoteConfig) -> Iterator[str]:

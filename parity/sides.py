@@ -18,7 +18,7 @@ from parity.golden_file import GOLDEN_FILE, SHIPPED, Golden
 from parity.golden_trace import golden_trace
 from parity.manifest import DumpError
 from parity.recorded import Recorded, open_recorded
-from parity.same_run import RunIdentity, identity_of_golden, require_same_run, run_differences
+from parity.same_run import RunIdentity, identity_of_golden, require_same_run, run_differences, weights_warning
 from parity.trace import Trace
 from parity.workload import Workload
 from reference.config import NoteConfig, TextConfig, released, tiny
@@ -92,7 +92,8 @@ def recorded_for(golden: Golden, actual: Path, options: Options) -> tuple[Record
     if options.expected_mapping is not None:
         raise DumpError("--expected-mapping: the expected side is a golden, which needs none")
     recorded = open_recorded(actual, options.mapping, identity.config, golden.workload)
-    notes = [*_run_notes(identity, recorded.identity, options)]
+    warning = weights_warning(golden, recorded.identity)
+    notes = [*([warning] if warning else []), *_run_notes(identity, recorded.identity, options)]
     if recorded.dtype not in (None, golden.dtype):
         notes.append(f"the dump is of a run in {_word(recorded.dtype)}; the noise is that of {golden.record.dtype}")
     return recorded, tuple(notes)

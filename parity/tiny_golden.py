@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
 from parity.clear_tokens import clear_of_ties
 from parity.golden import make_golden
 from parity.golden_file import Golden
-from parity.oracle_check import synthetic_checkpoint
 from parity.workload import Workload
-from reference.checkpoint import load_text_model
+from reference.checkpoint import load_text_model, write_synthetic
 from reference.config import tiny
 
 SEED = 0
@@ -26,8 +26,13 @@ CLEARANCE = 10.0
 
 
 def make_tiny_golden(target: str | Path, progress: Callable[[str], None] = lambda line: None) -> Golden:
-    """Write the golden of the tiny model with synthetic weights of seed 0, for runs in bfloat16."""
-    with synthetic_checkpoint(SEED) as folder:
+    """Write the golden of the tiny model with synthetic weights of seed 0, for runs in bfloat16.
+
+    The files are those that `note-parity synthetic FOLDER` writes, so that the golden knows them by their hashes.
+    """
+    with TemporaryDirectory(prefix="note-parity-") as parent:
+        folder = Path(parent) / "tiny"
+        write_synthetic(folder, tiny(), SEED)
         weights = load_text_model(folder, dtype=None).state_dict()
         workload = clear_of_ties(tiny(), weights, Workload.parse(WORKLOAD, SEED), torch.bfloat16, CLEARANCE)
         return make_golden(folder, target, workload, synthetic_seed=SEED, progress=progress)

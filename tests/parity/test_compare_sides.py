@@ -24,7 +24,7 @@ from parity.golden_compare import compare_to_golden
 from parity.golden_file import Golden
 from parity.golden_reference import reference_of
 from parity.golden_trace import golden_trace
-from parity.manifest import Hashes, Producer
+from parity.manifest import Hashes, Producer, sha256_of_files
 from parity.run import traced
 from parity.same_run import identity_of_golden
 from parity.trace import Entry, InMemory, Trace
@@ -332,6 +332,31 @@ def test_the_hash_of_the_inputs_of_a_golden_is_the_one_that_dumps_state(dumps: P
     result = run("compare", "tiny", tmp_path / "hashed")
     assert result.exit_code == EXIT_AGREES
     assert "does not say what was run" not in result.output
+
+
+def test_weights_are_those_that_the_golden_was_made_from_or_it_is_said(dumps: Path, tmp_path: Path) -> None:
+    """The golden's are what `note-parity synthetic` writes, for `compare` and for `diagnose --checkpoint`."""
+    assert run("synthetic", tmp_path / "tiny").exit_code == EXIT_AGREES
+    own = sha256_of_files((tmp_path / "tiny").glob("*.safetensors"))
+    assert GOLDEN.record.weights.files_sha256 == own
+    assert reference_of(GOLDEN, tmp_path / "tiny").config == CONFIG
+
+    def compared(weights: str, golden: str | Path = "tiny") -> str:
+        shutil.rmtree(tmp_path / "dump", ignore_errors=True)
+        trace, hashes = open_trace(dumps / "right"), Hashes(weights=weights)
+        write_trace(tmp_path / "dump", trace, torch.bfloat16, sha256=hashes, workload=GOLDEN.workload)
+        result = run("compare", golden, tmp_path / "dump")
+        assert result.exit_code == EXIT_AGREES
+        return result.output
+
+    assert "note: " not in compared(own)
+    ran = f"note: different weights: the dump ran weight files with sha256 {'0' * 64}"
+    assert f"{ran}, the golden was made from {own}; if" in compared("0" * 64)
+    shutil.copytree(GOLDEN.folder, tmp_path / "old")
+    record = json.loads((tmp_path / "old" / "golden.json").read_text())
+    del record["weights"]["files_sha256"]
+    (tmp_path / "old" / "golden.json").write_text(json.dumps(record))
+    assert "note: weights not compared: " in compared(own, tmp_path / "old")
 
 
 # Steps
