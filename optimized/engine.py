@@ -271,6 +271,10 @@ class Engine:
         self.pools.free(request)
         del self._requests[request]
 
+    @property
+    def requests(self) -> tuple[str, ...]:
+        return tuple(self._requests)
+
     def length(self, request: str) -> int:
         return len(self._request(request).token_ids)
 

@@ -59,7 +59,7 @@ class _FullCore:
     def __init__(self, layer: LayerContext, pools: FullPools, step: DeviceStep, pages: PagedRows[Tensor], front: Front):
         self.layer, self.pools, self.step, self.pages, self.front = layer, pools, step, pages, front
         self.topk = layer.config.index_topk
-        self.shown = ShownSelection(layer, step) if is_observed() else None
+        self.shown = ShownSelection(layer) if is_observed() else None
 
     def of_group(self, group: FullGroup[Tensor]) -> list[Back]:
         if group.expanded is None:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from optimized.attention.front import LayerContext
 from optimized.observe import Segment
-from optimized.step import DeviceStep
 
 # T tokens  S keys  K selected keys  W words of 32 bits
 
@@ -19,9 +18,8 @@ from optimized.step import DeviceStep
 class ShownSelection:
     """Collects the blocks of a layer in row order and shows them together."""
 
-    def __init__(self, layer: LayerContext, step: DeviceStep):
+    def __init__(self, layer: LayerContext):
         self._see, self._topk = layer.see, layer.config.index_topk
-        self._lengths = dict(zip((item.request for item in step.items), step.length_B.tolist(), strict=False))
         self._scores: list[Tensor] = []
         self._selected: list[Tensor] = []
 
@@ -33,13 +31,18 @@ class ShownSelection:
 
     def show(self) -> None:
         def scores(piece_TS: Tensor, segment: Segment) -> Tensor:
-            return piece_TS[:, : self._lengths[segment.request]]
+            return piece_TS[:, : _length(segment)]
 
         def selected(piece_TK: Tensor, segment: Segment) -> Tensor:
-            return piece_TK[:, : min(self._topk, self._lengths[segment.request])]
+            return piece_TK[:, : min(self._topk, _length(segment))]
 
         self._see.only("index.scores", _stacked(self._scores, float("-inf")), scores)
         self._see.only("index.selected", _stacked(self._selected, -1), selected)
+
+
+def _length(segment: Segment) -> int:
+    """Keys of its request after the step, whose last row is the segment's last one."""
+    return int(segment.positions_T[-1]) + 1
 
 
 def keys_of_bits(bits_TW: Tensor, k: int) -> Tensor:

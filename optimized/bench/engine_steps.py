@@ -1,26 +1,26 @@
 """Steps of the engine on the four-layer slice with random weights, for `slices` to measure.
 
 Weights are drawn on the GPU with the spread of a trained model's (1 / sqrt of the rows they sum over), norms are ones.
-A decode step continues requests whose cached rows are drawn too; each call takes its token back, so that every call
-does the same work. A prefill step opens and frees its request.
+Decode steps continue requests whose cached rows are drawn too, from the embedding to the greedy token, which the next
+step is fed with on the device; a run of several is waited for once. Afterwards the requests are as long as before, so
+that every run does the same work. A prefill step opens and frees its request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from optimized.bench.slices import StepShape, slice_config
+from optimized.bench.slices import Steps, StepShape, slice_config
 from optimized.device import Backend
-from optimized.engine import Engine, EngineOptions
+from optimized.engine import DecodeItem, Engine, EngineOptions
 from optimized.weights import PackedText, empty_text, text_places
 from reference.config import NoteConfig, TextConfig
 from reference.session import StepItem
 
 PAGE_SIZE = 64
+# Decode steps of one run, which ends with the only wait.
+CHAINED = 16
 
 
 class EngineSteps:
@@ -32,37 +32,38 @@ class EngineSteps:
         self._generator = torch.Generator(self._device).manual_seed(seed)
         self._weights = drawn_weights(self._config, self._device, seed)
 
-    def __call__(self, shape: StepShape) -> Callable[[], Any]:
-        tokens = shape.context + 1
+    def __call__(self, shape: StepShape) -> Steps:
+        tokens = shape.context + CHAINED
         requests = max(1, shape.batch)
         options = EngineOptions(
             pages=requests * (-(-tokens // PAGE_SIZE) + 1),
             page_size=PAGE_SIZE,
             requests=requests,
             max_draft_tokens=0,
+            graphs=bool(shape.batch) and not shape.eager,
         )
         engine = Engine.from_packed(self._config, self._weights, torch.bfloat16, self._device, self._backend, options)
         return self._decode(engine, shape) if shape.batch else self._prefill(engine, shape)
 
-    def _decode(self, engine: Engine, shape: StepShape) -> Callable[[], Any]:
+    def _decode(self, engine: Engine, shape: StepShape) -> Steps:
         for pool in (engine.pools.latents, engine.pools.index_keys, engine.pools.rings):
             pool.normal_(generator=self._generator)
-        names = [f"request {number}" for number in range(shape.batch)]
-        for name in names:
-            engine.pools.open(name)
-            engine.pools.grow(name, shape.context)
-            engine.adopt(name, self._token_ids(shape.context))
-        items = [StepItem(name, tuple(self._token_ids(1)), "decode") for name in names]
+        seen = {f"request {number}": self._token_ids(shape.context) for number in range(shape.batch)}
+        items = [DecodeItem(name, token_ids[0]) for name, token_ids in seen.items()]
 
-        def step() -> dict[str, Tensor]:
-            logits = engine.step(items, last_only=True)
-            for name in names:
-                engine.truncate(name, shape.context)
-            return logits
+        def reset() -> None:
+            for name, token_ids in seen.items():
+                if name in engine.requests:
+                    engine.free(name)
+                engine.pools.open(name)
+                engine.pools.grow(name, shape.context)
+                engine.adopt(name, token_ids)
 
-        return step
+        reset()
+        count = 1 if shape.eager else CHAINED
+        return Steps(lambda: engine.decode(items, count), count, reset)
 
-    def _prefill(self, engine: Engine, shape: StepShape) -> Callable[[], Any]:
+    def _prefill(self, engine: Engine, shape: StepShape) -> Steps:
         items = [StepItem("prompt", tuple(self._token_ids(shape.context)), "prefill")]
 
         def step() -> dict[str, Tensor]:
@@ -70,7 +71,7 @@ class EngineSteps:
             engine.free("prompt")
             return logits
 
-        return step
+        return Steps(step)
 
     def _token_ids(self, count: int) -> list[int]:
         vocabulary = self._config.vocab_size

@@ -24,7 +24,7 @@ from reference.config import NoteConfig, TextConfig, slice_of
 
 # Layers of the released model: full + dense, full + MoE, sliding + MoE twice.
 SLICE_LAYERS = (0, 1, 2, 3)
-WARM_UP_STEPS = 3
+WARM_UP_RUNS = 2
 TIMED_STEPS = 10
 # Kernels that are listed by name.
 SLOWEST = 12
@@ -32,14 +32,20 @@ SLOWEST = 12
 
 @dataclass(frozen=True)
 class StepShape:
-    """A decode step of `batch` requests that have seen `context` tokens; or, `batch` = 0, a prompt of that length."""
+    """A decode step of `batch` requests that have seen `context` tokens; or, `batch` = 0, a prompt of that length.
+
+    `eager`: every kernel of a decode step is launched; otherwise the step is recorded and replayed.
+    """
 
     batch: int
     context: int
+    eager: bool = False
 
     @property
     def name(self) -> str:
-        return f"decode {self.batch} x {self.context}" if self.batch else f"prefill {self.context}"
+        if not self.batch:
+            return f"prefill {self.context}"
+        return f"decode {self.batch} x {self.context}{', eager' if self.eager else ''}"
 
     def floor_us(self, config: TextConfig, ceilings: Ceilings) -> float:
         """Slice and head; a prompt needs the head for its last token alone."""
@@ -49,10 +55,20 @@ class StepShape:
         return prefill_floors(config, self.context, ceilings).slice + decode_floors(config, 1, 1, ceilings).head
 
 
-MakeStep = Callable[[StepShape], Callable[[], Any]]
+@dataclass(frozen=True)
+class Steps:
+    """`run()` does `count` steps one behind the other; `reset()` brings back what it began with, and is not timed."""
+
+    run: Callable[[], Any]
+    count: int = 1
+    reset: Callable[[], Any] = lambda: None
+
+
+MakeStep = Callable[[StepShape], Steps]
 
 STEP_SHAPES = (
     *(StepShape(batch, 4096) for batch in (1, 16, 64, 256)),
+    *(StepShape(batch, 4096, eager=True) for batch in (1, 64)),
     StepShape(1, 131072),
     StepShape(64, 32768),
     StepShape(0, 4096),
@@ -85,35 +101,39 @@ def measure_steps(
     return rows
 
 
-def measure_step(name: str, step: Callable[[], Any], floor_us: float) -> StepRow:
-    """Medians of several steps. Wall and host time are taken without the profiler, which slows the host down.
+def measure_step(name: str, steps: Steps, floor_us: float) -> StepRow:
+    """Of one step, medians of several runs. Wall and host time are taken without the profiler, which slows the host.
 
-    host_us: until the step's call returns, with nothing waiting for the device. wall_us: until the device is done.
-    gpu_us: sum of the times of the step's kernels, copies and fills, from torch.profiler; graph replays included.
+    host_us: until the call returns; a call that hands out tokens waits for the device once. wall_us: until the device
+    is done. gpu_us: sum of the times of the step's kernels, copies and fills, from torch.profiler; graph replays
+    included.
     """
-    for _ in range(WARM_UP_STEPS):
-        step()
+    for _ in range(WARM_UP_RUNS):
+        steps.run()
+        steps.reset()
     torch.cuda.synchronize()
-    host, wall = zip(*(_host_and_wall_us(step) for _ in range(TIMED_STEPS)), strict=True)
-    kernels = kernel_times(step, TIMED_STEPS)
+    runs = max(2, TIMED_STEPS // steps.count)
+    host, wall = zip(*(_host_and_wall_us(steps) for _ in range(runs)), strict=True)
+    kernels = kernel_times(steps, runs)
     return StepRow(
         name,
         floor_us,
-        gpu_us=sum(us for _, us in kernels) / TIMED_STEPS,
+        gpu_us=sum(us for _, us in kernels) / (runs * steps.count),
         wall_us=statistics.median(wall),
         host_us=statistics.median(host),
-        kernels=round(len(kernels) / TIMED_STEPS),
-        slowest=slowest(kernels, TIMED_STEPS),
+        kernels=round(len(kernels) / (runs * steps.count)),
+        slowest=slowest(kernels, runs * steps.count),
     )
 
 
-def kernel_times(step: Callable[[], Any], steps: int) -> list[tuple[str, float]]:
-    """Name and microseconds of everything that ran on the device during `steps` steps."""
+def kernel_times(steps: Steps, runs: int) -> list[tuple[str, float]]:
+    """Name and microseconds of everything that ran on the device during `runs` runs."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
-        for _ in range(steps):
-            step()
+        for _ in range(runs):
+            steps.run()
+            steps.reset()
         torch.cuda.synchronize()
     device = torch.autograd.DeviceType.CUDA
     return [(event.name, event.time_range.elapsed_us()) for event in profiler.events() if event.device_type == device]
@@ -127,10 +147,13 @@ def slowest(kernels: Sequence[tuple[str, float]], steps: int, most: int = SLOWES
     return tuple(sorted(total.items(), key=lambda item: -item[1])[:most])
 
 
-def _host_and_wall_us(step: Callable[[], Any]) -> tuple[float, float]:
+def _host_and_wall_us(steps: Steps) -> tuple[float, float]:
+    """Of one step of a run."""
     torch.cuda.synchronize()
     start = time.perf_counter()
-    step()
+    steps.run()
     issued = time.perf_counter()
     torch.cuda.synchronize()
-    return 1e6 * (issued - start), 1e6 * (time.perf_counter() - start)
+    done = time.perf_counter()
+    steps.reset()
+    return 1e6 * (issued - start) / steps.count, 1e6 * (done - start) / steps.count

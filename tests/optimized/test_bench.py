@@ -21,6 +21,7 @@ from optimized.bench import slices
 from optimized.bench.case import AbsentPeer, Case, Inputs, Peer, Problem, Sizes, checked_rows
 from optimized.bench.catalogue import QUICK, all_cases, chosen_cases
 from optimized.bench.ceilings import read_all
+from optimized.bench.engine_steps import CHAINED, EngineSteps
 from optimized.bench.floors import Ceilings, Work, causal_pairs, distinct_experts, floor
 from optimized.bench.json_file import from_json, read_json, to_json, write_json, write_text
 from optimized.bench.judge import Agreement, Triple, judge, relative_error
@@ -408,12 +409,24 @@ def test_floors_of_whole_steps_are_slice_and_head():
 
 
 def test_a_step_that_cannot_run_says_why():
-    def make_step(shape: slices.StepShape) -> Callable[[], None]:
+    def make_step(shape: slices.StepShape) -> slices.Steps:
         raise NotSupportedError(f"no memory for {shape.name}")
 
     (row,) = slices.measure_steps(make_step, released().text, CEILINGS, [slices.StepShape(1, 4096)])
     assert row.why == "NotSupportedError: no memory for decode 1 x 4096"
     assert row.gpu_us is None
+
+
+@pytest.mark.parametrize(
+    "shape", [slices.StepShape(2, 20), slices.StepShape(2, 20, eager=True), slices.StepShape(0, 9)]
+)
+def test_every_run_of_steps_does_the_same_work(shape: slices.StepShape):
+    steps = EngineSteps(tiny(), device="cpu", backend="torch")(shape)
+    assert steps.count == (CHAINED if shape.batch and not shape.eager else 1)
+    for _ in range(2):
+        found = steps.run()
+        steps.reset()
+        assert [len(rows) for rows in found.values()] == [steps.count] * max(1, shape.batch)
 
 
 def test_the_slowest_kernels_are_added_up_by_name():
