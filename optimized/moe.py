@@ -183,7 +183,7 @@ def moe_parts(
         x_TD, packed.router_weight_ED, packed.bias_E, k, config.routed_scaling_factor, config.norm_topk_prob, observe
     )
     tile_rows = rows_per_tile(len(x_TD), k, packed.routed, x_TD.dtype)
-    plan = ops.sort_rows(routes.expert_ids_TK, packed.routed, tile_rows, packed.shared)
+    plan = ops.sort_rows(routes.expert_ids_TK, packed.routed, tile_rows, packed.shared, routes.counts_E)
     act_RF = ops.expert_swiglu(x_TD, packed.gate_up_EXD, plan)
     rows_TSD = ops.expert_down(act_RF, packed.down_EDF, plan)
     if routes.logits_TE is None or routes.scores_TE is None or routes.choice_TE is None:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from math import ceil, sqrt
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,17 +33,10 @@ from optimized.errors import KernelInputError
 from optimized.kernels.common import check_tensor, dot, next_power_of_2, round_to, tile, tl, triton, widen
 from optimized.kernels.parts import weighted_parts
 from optimized.kernels.router import add_product, sigmoid
-
-try:
-    from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError:  # the torch twins need no triton
-    TensorDescriptor = None
+from optimized.kernels.weight_tiles import weight_rows, weight_tile
 
 # T tokens  D model  E experts with the shared ones  K chosen experts  S slots of a token  F ffn width  X = 2F
 # R = T · S rows by expert
-
-# Up to so many ids, counting them in every program is quicker than another launch.
-COUNTED_AT_ONCE = 512
 
 
 class ExpertPlan(NamedTuple):
@@ -82,7 +75,9 @@ def tile_bound(T: int, K: int, E: int, shared: int, tile_rows: int) -> int:
     return (T * K + busy * (tile_rows - 1)) // tile_rows + shared * -(-T // tile_rows)
 
 
-def sort_rows_torch(expert_ids_TK: Tensor, E: int, tile_rows: int, shared: int = 0) -> ExpertPlan:
+def sort_rows_torch(
+    expert_ids_TK: Tensor, E: int, tile_rows: int, shared: int = 0, counts_E: Tensor | None = None
+) -> ExpertPlan:
     """The definition: a stable sort of rows by expert."""
     T, K = expert_ids_TK.shape
     device = expert_ids_TK.device
@@ -102,11 +97,13 @@ def sort_rows_torch(expert_ids_TK: Tensor, E: int, tile_rows: int, shared: int =
     return ExpertPlan(ids_R.argsort(stable=True).int(), offset_E.int(), tile_3M.int(), K + shared, tile_rows)
 
 
-def sort_rows_triton(expert_ids_TK: Tensor, E: int, tile_rows: int, shared: int = 0) -> ExpertPlan:
+def sort_rows_triton(
+    expert_ids_TK: Tensor, E: int, tile_rows: int, shared: int = 0, counts_E: Tensor | None = None
+) -> ExpertPlan:
     """Plan the rows of `expert_ids_TK` (int32, in [0, E)) and of `shared` experts behind them.
 
-    Each expert has a program. It needs the rows of all experts to know where its own begin: few ids are counted again
-    in every program, many in a launch before.
+    Each expert has a program. It needs the rows of all experts to know where its own begin: counts_E, int32, as the
+    router gives them; None: counted in a launch before.
     Raises: KernelInputError for another shape or dtype.
     """
     check_tensor("expert ids", expert_ids_TK, (None, None), torch.int32)
@@ -122,10 +119,10 @@ def sort_rows_triton(expert_ids_TK: Tensor, E: int, tile_rows: int, shared: int 
     )
     ids, block = expert_ids_TK.contiguous(), tile(T * K, 16, 8192)
     warps = 1 if block <= 128 else 4 if block <= 1024 else 8
-    counts_E = None
-    if T * K > COUNTED_AT_ONCE:
+    if counts_E is None:
         counts_E = torch.empty(E, dtype=torch.int32, device=device)
         _count_rows_kernel[(E,)](ids, counts_E, T * K, BLOCK=block, num_warps=warps)
+    check_tensor("counts", counts_E, (E,), torch.int32)
     _sort_rows_kernel[(E + shared,)](
         ids, counts_E, plan.slot_R, plan.offset_E, plan.tile_3M, T, E, shared, tiles, tile_rows,
         K=K, BLOCK=block, BINS=next_power_of_2(E + shared + 1), num_warps=warps,
@@ -162,7 +159,7 @@ def expert_swiglu_triton(x_TD: Tensor, gate_up_EXD: Tensor, plan: ExpertPlan) ->
     if act_RF.numel() == 0:
         return act_RF
     block_f, block_d, warps, stages = blocks(plan.tile_rows, x_TD.dtype, paired=True)
-    weights, is_described = _as_rows("gate and up weights", gate_up_EXD, block_f, block_d)
+    weights, is_described = weight_rows("gate and up weights", gate_up_EXD, block_f, block_d)
     tiles = plan.tile_3M.shape[1]
     _swiglu_kernel[(tiles * triton.cdiv(X // 2, block_f),)](
         x_TD, weights, act_RF, plan.slot_R, plan.tile_3M, tiles, D, X // 2, plan.slots,
@@ -195,7 +192,7 @@ def expert_down_triton(act_RF: Tensor, down_EDF: Tensor, plan: ExpertPlan) -> Te
     if R == 0:
         return rows_TSD
     block_d, block_f, warps, stages = blocks(plan.tile_rows, act_RF.dtype, paired=False)
-    weights, is_described = _as_rows("down weights", down_EDF, block_d, block_f)
+    weights, is_described = weight_rows("down weights", down_EDF, block_d, block_f)
     tiles = plan.tile_3M.shape[1]
     _down_kernel[(tiles * triton.cdiv(D, block_d),)](
         act_RF, weights, rows_TSD, plan.slot_R, plan.tile_3M, tiles, D, width,
@@ -258,17 +255,6 @@ def blocks(tile_rows: int, dtype: torch.dtype, paired: bool) -> tuple[int, int, 
     return (128, 64, 8, 4) if paired else (256, 64, 8, 4)
 
 
-def _as_rows(name: str, weights_EXY: Tensor, block_rows: int, block_depth: int) -> tuple[Any, bool]:
-    """The stack as one matrix of rows: described to the copy engine where that can read it, or else as it is."""
-    E, X, Y = weights_EXY.shape
-    if E > 1 and weights_EXY.stride(0) != X * weights_EXY.stride(1):
-        raise KernelInputError(f"expected {name} with evenly spaced rows, found strides {weights_EXY.stride()}")
-    if weights_EXY.data_ptr() % 16 or weights_EXY.stride(1) * weights_EXY.element_size() % 16:
-        return weights_EXY, False
-    rows = weights_EXY.as_strided((E * X, Y), weights_EXY.stride()[1:])
-    return TensorDescriptor.from_tensor(rows, [block_rows, block_depth]), True
-
-
 def _rows_of_experts(plan: ExpertPlan) -> list[slice]:
     offsets = plan.offset_E.tolist()
     return [slice(first, end) for first, end in pairwise(offsets)]
@@ -293,14 +279,7 @@ def _sort_rows_kernel(
     expert = tl.program_id(0)
     bins = tl.arange(0, BINS)
     lanes = tl.arange(0, BLOCK)
-    if counted is None:
-        counts = tl.zeros([BINS], tl.int32)
-        for start in range(0, T * K, BLOCK):
-            i = start + lanes
-            # The last bin belongs to no expert.
-            counts += tl.histogram(tl.load(ids + i, mask=i < T * K, other=BINS - 1), BINS)
-    else:
-        counts = tl.load(counted + bins, mask=bins < E, other=0)
+    counts = tl.load(counted + bins, mask=bins < E, other=0)
     counts = tl.where(bins < E, counts, tl.where(bins < E + shared, T, 0))
     tile_counts = (counts + tile_rows - 1) // tile_rows
     first_row = tl.sum(tl.where(bins < expert, counts, 0), axis=0)
@@ -336,21 +315,6 @@ def _sort_rows_kernel(
         for start in range(0, T, BLOCK):
             t = start + lanes
             tl.store(slot_out + first_row + t, t * (K + shared) + K + expert - E, mask=t < T)
-
-
-@triton.jit
-def _weight_tile(
-    weights, stride, first, end, start, depth,
-    BLOCK_ROWS: tl.constexpr, BLOCK_DEPTH: tl.constexpr, DESCRIBED: tl.constexpr,
-):  # fmt: skip
-    """Rows first… of a matrix from column `start` on, transposed; zero past `depth`, anything from row `end` on."""
-    if DESCRIBED:
-        return weights.load([first, start]).T
-    else:
-        row = first + tl.arange(0, BLOCK_ROWS)
-        column = start + tl.arange(0, BLOCK_DEPTH)
-        mask = (column < depth)[:, None] & (row < end)[None, :]
-        return tl.load(weights + row.to(tl.int64)[None, :] * stride + column[:, None], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -404,11 +368,11 @@ def _swiglu_tile(
     up = tl.zeros([BLOCK_R, BLOCK_F], tl.float32)
     for start in range(0, D, BLOCK_D):
         a = tl.load(a_rows + start, mask=in_tile[:, None] & (start + d < D)[None, :], other=0.0)
-        b = _weight_tile(
+        b = weight_tile(
             gate_up, weight_stride, gate_row + first_f, up_row, start, D, BLOCK_F, BLOCK_D, DESCRIBED
         )  # [BLOCK_D, BLOCK_F]
         gate = _add(a, b, gate, WIDEN)
-        b = _weight_tile(gate_up, weight_stride, up_row + first_f, up_row + F, start, D, BLOCK_F, BLOCK_D, DESCRIBED)
+        b = weight_tile(gate_up, weight_stride, up_row + first_f, up_row + F, start, D, BLOCK_F, BLOCK_D, DESCRIBED)
         up = _add(a, b, up, WIDEN)
     activated = gate * sigmoid(gate) * up
     out = act + rows.to(tl.int64)[:, None] * F + f[None, :]
@@ -453,7 +417,7 @@ def _down_tile(
     sums = tl.zeros([BLOCK_R, BLOCK_D], tl.float32)
     for start in range(0, F, BLOCK_F):
         a = tl.load(a_rows + start, mask=in_tile[:, None] & (start + f < F)[None, :], other=0.0)
-        b = _weight_tile(
+        b = weight_tile(
             down, weight_stride, expert * D + first_d, (expert + 1) * D, start, F, BLOCK_D, BLOCK_F, DESCRIBED
         )  # [BLOCK_F, BLOCK_D]
         sums = _add(a, b, sums, WIDEN)

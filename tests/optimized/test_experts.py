@@ -70,10 +70,13 @@ SHAPES = [  # T, E, K, shared
 def test_rows_are_sorted(T: int, E: int, K: int, shared: int, tile_rows: int) -> None:
     for how in ("evenly", "alike"):
         ids_TK = chosen(T, E, K, how)
-        plan, expected = (f(ids_TK, E, tile_rows, shared) for f in (experts.sort_rows_triton, experts.sort_rows_torch))
-        for actual, wanted in zip(plan[:3], expected[:3], strict=True):
-            assert torch.equal(actual, wanted)
-        assert plan[3:] == expected[3:]
+        counts_E = ids_TK.flatten().bincount(minlength=E).int()
+        expected = experts.sort_rows_torch(ids_TK, E, tile_rows, shared)
+        for counted in (counts_E, None):
+            plan = experts.sort_rows_triton(ids_TK, E, tile_rows, shared, counted)
+            for actual, wanted in zip(plan[:3], expected[:3], strict=True):
+                assert torch.equal(actual, wanted)
+            assert plan[3:] == expected[3:]
 
 
 def test_more_rows_than_a_program_reads_at_once() -> None:
@@ -273,6 +276,8 @@ def test_refuses() -> None:
         experts.expert_swiglu_triton(x_TD, uneven_EXD, plan)
     with pytest.raises(KernelInputError, match="found 20 rows and 2 tokens"):
         experts.expert_swiglu_triton(x_TD[:2], normal(5, 20, 24, dtype=torch.bfloat16, seed=2), plan)
+    with pytest.raises(KernelInputError, match=r"counts \(5\), found \(4,\)"):
+        experts.sort_rows_triton(chosen(3, 5, 2), 5, 16, 0, torch.zeros(4, dtype=torch.int32, device=DEVICE))
     with pytest.raises(KernelInputError, match=r"expert ids in torch\.int32, found torch\.int64"):
         experts.sort_rows_triton(chosen(3, 5, 2).long(), 5, 16)
     with pytest.raises(KernelInputError, match="a row for each of 2 expert weights of a token, found 1"):

@@ -42,7 +42,8 @@ def test_as_good_as_eager(T: int, E: int, D: int, k: int, normalize: bool, dtype
         route_triton, route_torch, x_TD, weight_ED, bias_E, k=k, scaling=2.5, normalize=normalize, observe=True
     )
     unobserved = route_triton(x_TD, weight_ED, bias_E, k, 2.5, normalize)
-    assert unobserved[2:] == (None, None, None)
+    assert unobserved[3:] == (None, None, None)
+    assert torch.equal(unobserved.counts_E.long(), unobserved.expert_ids_TK.flatten().bincount(minlength=E))
     again = route_triton(x_TD, weight_ED, bias_E, k, 2.5, normalize, observe=True)
     assert torch.equal(unobserved.expert_ids_TK, again.expert_ids_TK)
     assert torch.equal(unobserved.weights_TK, again.weights_TK)
