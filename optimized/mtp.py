@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from optimized.errors import NotSupportedError
+from optimized.kernels.parts import whole
 from optimized.observe import BatchObserver
 from optimized.step import DeviceStep
 from optimized.text import Text
@@ -41,8 +42,10 @@ def draft_step(
             step.positions_T,
             text.rope.lanes,
         )
-        fused_TD = see("fused", see("eh_input", eh_T2D) @ weights.eh_X2D.T)
-        normed_TD = ops.rms_norm(fused_TD, weights.layer.input_norm_D, eps)
+        fused_STD = ops.product_parts(see("eh_input", eh_T2D), weights.eh_X2D)
+        if is_observed():
+            fused_STD = see("fused", whole(fused_STD, hidden_TD.dtype))[None]
+        fused_TD, normed_TD = ops.add_parts_rms_norm(None, fused_STD, weights.layer.input_norm_D, eps)
         rotation = text.rope.of(rotation_TX)
         stream_TD, delta = text.layer(config.num_hidden_layers, weights.layer, fused_TD, normed_TD, step, rotation, see)
         output_TD, r_TD = ops.add_parts_rms_norm(stream_TD, delta.parts_STX, weights.norm_D, eps, delta.weights_TK)

@@ -57,7 +57,7 @@ class Text:
 
     def logits(self, normed_TD: Tensor) -> Tensor:
         """[T, W] in the activation dtype."""
-        return normed_TD @ self.weights.head_WD.T
+        return self.ops.product(normed_TD, self.weights.head_WD)
 
     def layer(
         self,
@@ -100,8 +100,8 @@ class Text:
 
     def _feed_forward(self, layer: LayerWeights, x_TD: Tensor, see: BatchObserver) -> Parts:
         if layer.dense is not None:
-            act_TF = self.ops.swiglu(x_TD @ layer.dense.gate_up_XD.T)
-            return Parts((act_TF @ layer.dense.down_DF.T)[None])
+            act_TF = self.ops.product_swiglu(x_TD, layer.dense.gate_up_XD)
+            return Parts(self.ops.product_parts(act_TF, layer.dense.down_DF))
         assert layer.experts is not None
         delta, observed = moe_parts(x_TD, layer.experts, self.config, self.ops, is_observed())
         if observed is not None:

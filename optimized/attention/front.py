@@ -67,7 +67,7 @@ def project(
     """Project all rows, write those with a slot to the pools, rotate the queries behind the first `absorbed` rows."""
     weights, geometry, config, see = layer.weights, layer.geometry, layer.config, layer.see
     new = layer.ops.write_latents(
-        (x_TD @ weights.a_XD.T)[None],
+        layer.ops.product_parts(x_TD, weights.a_XD),
         weights.projection,
         weights.latent,
         config.rms_norm_eps,
@@ -79,7 +79,7 @@ def project(
         is_observed(),
     )
     q_latent_TQ = see("q_latent", new.q_latent_TQ)
-    q_TX = q_latent_TQ @ weights.q_b_XQ.T
+    q_TX = layer.ops.product(q_latent_TQ, weights.q_b_XQ)
     H, X = geometry.num_attention_heads, geometry.qk_head_dim
     q_THX = q_TX[:, : H * X].unflatten(1, (H, X))
     index_query_TIJ = None
@@ -132,7 +132,7 @@ def finish(parts: list[Back], layer: LayerContext) -> Tensor:
     if is_observed():
         layer.see.only("core", _joined([part.core_THV for part in parts if part.core_THV is not None]))
         layer.see.only("gate", _joined([part.gate_TH for part in parts if part.gate_TH is not None]))
-    output_STD = (gated_TX @ layer.weights.o_DX.T)[None]
+    output_STD = layer.ops.product_parts(gated_TX, layer.weights.o_DX)
     if is_observed():
         return layer.see("output", whole(output_STD, gated_TX.dtype))[None]
     return output_STD

@@ -17,14 +17,19 @@ from optimized.kernels.common import check_tensor, round_to, tile, tl, triton
 
 
 @triton.jit
+def activated(gate, up):
+    """silu(gate) · up, float32."""
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
 def _swiglu_kernel(gate_up, out, gate_up_row, width, BLOCK_F: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     lane_F = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
     inside = lane_F < width
     gate_F = tl.load(gate_up + row * gate_up_row + lane_F, mask=inside, other=0).to(tl.float32)
     up_F = tl.load(gate_up + row * gate_up_row + width + lane_F, mask=inside, other=0).to(tl.float32)
-    activated_F = gate_F / (1.0 + tl.exp(-gate_F)) * up_F
-    tl.store(out + row * width + lane_F, round_to(activated_F, out), mask=inside)
+    tl.store(out + row * width + lane_F, round_to(activated(gate_F, up_F), out), mask=inside)
 
 
 def swiglu_torch(gate_up_TX: Tensor) -> Tensor:
