@@ -61,6 +61,7 @@ OPS = {
     "quantize_rows": "optimized.kernels.fp8",
     "fp8_swiglu": "optimized.kernels.experts_fp8",
     "fp8_down": "optimized.kernels.experts_fp8",
+    "fp8_combine": "optimized.kernels.experts_fp8",
 }
 
 

@@ -1,6 +1,6 @@
 """A mixture of experts with 8-bit weights and activations: packed stacks, and the ops in their order.
 
-y = round(Σ_k w_k expert_k(x)) / max(Σ_k w_k, 1e-9)      the slots' weights enter in the second product of `experts_fp8`
+y = Σ_k w_k expert_k(x) / max(Σ_k w_k, 1e-9)             the slots' weights enter in the second product: `experts_fp8`
 
 The router stays as it is. Gate and up are filled up to multiples of 128 rows each before they lie behind each other, so
 that no block of a scale holds rows of both. Without shared experts; activations are bfloat16 (the torch twins take
@@ -21,9 +21,6 @@ from optimized.kernels.fp8 import quantize_blocks
 from optimized.moe import Observed, PackedExperts, Routing
 
 # T tokens  D model  E experts  K chosen experts  F ffn width  X, Y: D, 2F filled up to multiples of 128  G groups
-
-# Of the sum of weights that divides.
-SMALLEST_SUM = 1e-9
 
 
 @dataclass(frozen=True)
@@ -73,8 +70,7 @@ def fp8_moe(
     rows = ops.quantize_rows(x_TD)
     act = ops.fp8_swiglu(*rows, experts.gate_up_EYX, experts.gate_up_scale_EGG, plan, x_TD.dtype)
     rows_TKD = ops.fp8_down(*act, experts.down_EXF, experts.down_scale_EGG, routes.weights_TK, plan, D, x_TD.dtype)
-    total_T1 = routes.weights_TK.sum(-1, keepdim=True).clamp(min=SMALLEST_SUM)
-    output_TD = (rows_TKD.sum(1).to(total_T1.dtype) / total_T1).to(x_TD.dtype)
+    output_TD = ops.fp8_combine(rows_TKD, routes.weights_TK)
     if routes.logits_TE is None or routes.scores_TE is None or routes.choice_TE is None:
         return output_TD, None
     observed = Observed(

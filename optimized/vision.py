@@ -35,6 +35,7 @@ from reference.vision_numerics import VisionNumerics
 # M output rows of a run  G merged width  O output width
 
 THETA = 10000.0
+UNSEEN = BatchObserver(())
 # Of the merger's LayerNorm, whatever the config's eps is.
 MERGER_EPS = 1e-6
 
@@ -118,15 +119,26 @@ class VisionTower:
 
     def _run(self, pixels_TX: Tensor, run: VisionRun, request: str) -> Tensor:
         frames = upload(run, self.config.spatial_merge_size, self.device)
+        pixels_TX = pixels_TX.to(self.device, non_blocking=True)
         see_patches = self._observer(request, run.start, run.patches)
         see_merged = self._observer(request, run.start // self._square, run.patches // self._square)
+        return self.rows(pixels_TX, frames, see_patches, see_merged)
+
+    def rows(
+        self,
+        pixels_TX: Tensor,
+        frames: FramesOnDevice,
+        see_patches: BatchObserver = UNSEEN,
+        see_merged: BatchObserver = UNSEEN,
+    ) -> Tensor:
+        """Output rows of the frames of one run, from what is on the device; neither waits for it nor uploads."""
         with scope("vision"):
             trunk_TD = self._trunk(pixels_TX, frames, see_patches)
             return see_merged("merged", self._merged(trunk_TD, see_patches, see_merged))
 
     def _observer(self, request: str, start: int, rows: int) -> BatchObserver:
         if not is_observed():
-            return BatchObserver(())
+            return UNSEEN
         positions = torch.arange(start, start + rows, device=self.device)
         return BatchObserver([Segment(request, "prefill", 0, rows, positions)])
 

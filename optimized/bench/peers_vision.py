@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from optimized.bench.case import AbsentPeer, Peer
 from optimized.vision import VisionTower
-from optimized.vision_weights import vision_places
+from optimized.vision_weights import PackedVision, vision_places
 from reference.config import released
 from reference.layers.vision_grid import Grid
 
@@ -53,24 +54,59 @@ def transformers_vision(tower: VisionTower, timed: VisionCall, few: VisionCall) 
     """transformers 5.24's tower with its eager attention and experts, on all images in one call."""
     if find_spec("transformers") is None or find_spec(MODULE) is None:
         return AbsentPeer(TRANSFORMERS, "not installed, or without dots3_note")
-    from transformers.models.dots3_note.configuration_dots3_note import Dots3NoteVisionConfig
-    from transformers.models.dots3_note.modeling_dots3_note import Dots3NoteVisionModel
-
-    config = replace(released(), vision=tower.config).to_json()["vision_config"]
-    model = Dots3NoteVisionModel.from_pretrained(
-        None,
-        config=Dots3NoteVisionConfig(**config),
-        state_dict={name: place.pieces[0] for name, place in vision_places(tower.weights).items()},
-        dtype=tower.dtype,
-        device_map=tower.device,
-        attn_implementation="eager",
-        experts_implementation="eager",
-    ).eval()
+    configuration = import_module(f"{MODULE}.configuration_dots3_note")
+    modeling = import_module(f"{MODULE}.modeling_dots3_note")
+    config = configuration.Dots3NoteVisionConfig(**replace(released(), vision=tower.config).to_json()["vision_config"])
+    with torch.device("meta"):
+        model = modeling.Dots3NoteVisionModel._from_config(
+            config, attn_implementation="eager", experts_implementation="eager"
+        )
+    model.load_state_dict(_transformers_state(tower.weights), assign=True)
+    with torch.device(tower.device):
+        # Its frequencies are no part of a state dict.
+        model.rotary_pos_emb = type(model.rotary_pos_emb)(model.config)
+    model.eval()
 
     def embed(pixels_NX: Tensor, grids: Sequence[Grid]) -> Any:
         return model(pixels_NX, torch.tensor(grids, device=pixels_NX.device)).pooler_output
 
     return _peer(TRANSFORMERS, embed, timed, few)
+
+
+def _transformers_state(packed: PackedVision) -> dict[str, Tensor]:
+    """The packed weights under transformers' names, without a copy but for the routers' weights in float32."""
+    merger = packed.merger
+    state = {
+        "patch_embed.proj.weight": packed.patch_DCYX,
+        "patch_embed.proj.bias": packed.patch_bias_D,
+        "patch_embed.norm.weight": packed.patch_norm_D,
+        "norm.weight": packed.trunk_norm_D,
+        "merger.ln_q.weight": merger.norm_D,
+        "merger.ln_q.bias": merger.norm_bias_D,
+        "merger.mlp.0.weight": merger.first_GG,
+        "merger.mlp.0.bias": merger.first_bias_G,
+        "merger.mlp.2.weight": merger.last_OG,
+        "merger.mlp.2.bias": merger.last_bias_O,
+    }
+    for index, block in enumerate(packed.blocks):
+        found = {
+            "norm1.weight": block.norm_1_D,
+            "norm2.weight": block.norm_2_D,
+            "attn.qkv.weight": block.qkv_XD,
+            "attn.proj.weight": block.proj_DD,
+            "attn.q_norm.weight": block.q_norm_J,
+            "attn.k_norm.weight": block.k_norm_J,
+        }
+        if block.dense is not None:
+            found["mlp.gate_proj.weight"], found["mlp.up_proj.weight"] = block.dense.gate_up_XD.chunk(2)
+            found["mlp.down_proj.weight"] = block.dense.down_DF
+        if block.experts is not None:
+            found["mlp.gate.weight"] = block.experts.router_weight_ED.float()
+            found["mlp.e_score_correction_bias"] = block.experts.bias_E
+            found["mlp.experts.gate_up_proj"] = block.experts.gate_up_EXD
+            found["mlp.experts.down_proj"] = block.experts.down_EDF
+        state |= {f"blocks.{index}.{name}": tensor for name, tensor in found.items()}
+    return state
 
 
 def _peer(name: str, embed: Callable[..., Any], timed: VisionCall, few: VisionCall) -> Peer:

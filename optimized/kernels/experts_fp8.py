@@ -2,7 +2,8 @@
 
 h     = Σ_g (qx_g · qw_g) · scale_x[row, g] · scale_w[block, g]     groups of 128 columns, ascending; float32
 act   = bfloat16(silu(bfloat16(h_gate)) · bfloat16(h_up))           then quantized: a block of lanes is a group
-out   = bfloat16(weight of the slot · the same sum over groups of lanes)
+row   = bfloat16(weight of the slot · the same sum over groups of lanes)
+y     = bfloat16(bfloat16(Σ_k row_k) / max(Σ_k weight_k, 1e-9))
 
 A tile of rows meets 128 weight rows at a time, so that one weight scale holds for a whole tile and group, and the lanes
 that the first product makes together are a group of the second: they are activated and quantized before they are
@@ -19,11 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from optimized.errors import KernelInputError
-from optimized.kernels.common import check_tensor, dot, round_to, tl, triton
+from optimized.kernels.common import check_tensor, dot, round_to, tile, tl, triton
 from optimized.kernels.common import widen as widen_dtype
 from optimized.kernels.experts import ExpertPlan
 from optimized.kernels.fp8 import GROUP, quantize_rows_torch, quantized, to_e4m3
 from optimized.kernels.router import sigmoid
+
+# Of the sum of weights that divides.
+SMALLEST_SUM = 1e-9
 
 # T tokens  K slots of a token  R = T · K rows by expert  E experts  X filled width of a row  G = X/128 groups
 # F filled ffn width  D output width
@@ -103,6 +107,20 @@ def _down_kernel(
     sums = sums * tl.load(slot_weight + slot, mask=in_tile, other=0.0)[:, None]
     d = block * 128 + lane
     tl.store(out + slot[:, None] * D + d[None, :], round_to(sums, out), mask=in_tile[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def _combine_kernel(rows, weights, out, D, K: tl.constexpr, BLOCK_D: tl.constexpr):
+    """One token: the sum of its slots over the sum of their weights."""
+    t = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    sums = tl.zeros([BLOCK_D], tl.float32)
+    total = 0.0
+    for k in tl.static_range(K):
+        sums += tl.load(rows + (t * K + k) * D + d, mask=d < D, other=0.0).to(tl.float32)
+        total += tl.load(weights + t * K + k)
+    divisor = tl.maximum(total, 1e-9) + tl.zeros([BLOCK_D], tl.float32)
+    tl.store(out + t * D + d, round_to(tl.div_rn(_round_bfloat16(sums), divisor), out), mask=d < D)
 
 
 def fp8_swiglu_torch(
@@ -197,6 +215,28 @@ def fp8_down_triton(
             num_warps=8 if plan.tile_rows >= 128 else 4, num_stages=3,
         )  # fmt: skip
     return rows_TKD
+
+
+def fp8_combine_torch(rows_TKD: Tensor, weights_TK: Tensor) -> Tensor:
+    total_T1 = weights_TK.sum(-1, keepdim=True).clamp(min=SMALLEST_SUM)
+    return (rows_TKD.sum(1).to(total_T1.dtype) / total_T1).to(rows_TKD.dtype)
+
+
+def fp8_combine_triton(rows_TKD: Tensor, weights_TK: Tensor) -> Tensor:
+    """Add up the rows of each token, which have their weights already, and divide by the sum of these: [T, D].
+
+    rows_TKD bfloat16, dense; weights_TK float32. Raises: KernelInputError for another shape or dtype.
+    """
+    check_tensor("expert outputs", rows_TKD, (None, None, None), torch.bfloat16)
+    T, K, D = rows_TKD.shape
+    check_tensor("expert weights of tokens", weights_TK, (T, K), torch.float32)
+    out_TD = torch.empty(T, D, dtype=rows_TKD.dtype, device=rows_TKD.device)
+    if T:
+        block = tile(D, 16, 1024)
+        _combine_kernel[(T, triton.cdiv(D, block))](
+            rows_TKD.contiguous(), weights_TK.contiguous(), out_TD, D, K=K, BLOCK_D=block, num_warps=4
+        )
+    return out_TD
 
 
 def _check(

@@ -1,4 +1,4 @@
-"""The optimized vision tower on a GPU: the sweep through compiled kernels, released geometry, no wait for the device."""
+"""The optimized vision tower on a GPU: the sweep through compiled kernels, released geometry, no waits, replays."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from kernel_checks import assert_as_good_as_eager
 from optimized.bench.cases.vision import drawn_tower
 from optimized.device import choose
 from optimized.vision import VisionOptions, VisionTower
+from optimized.vision_graphs import RecordedVision
 from optimized.vision_weights import unpack_vision
 from parity.engine_vision import VisionOptimizedRunner
 from parity.runners.reference_vision import VisionReferenceRunner, run_case
@@ -76,3 +77,13 @@ def test_nothing_waits_for_the_device() -> None:
     finally:
         torch.cuda.set_sync_debug_mode(before)
     assert torch.equal(out, expected)
+
+
+def test_replays_are_the_call() -> None:
+    """Bitwise: the same kernels on other pixels, which choose other experts."""
+    tower = drawn_tower(THREE_BLOCKS, "cuda")
+    grids = [(1, 12, 16), (4, 8, 6), (1, 2, 2)]
+    recorded = RecordedVision(tower, grids)
+    for _ in range(3):
+        pixels = torch.randn(388, 588, device="cuda")
+        assert torch.equal(recorded(pixels), tower(pixels, grids))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_checks import DEVICE, assert_as_good_as_eager
+from kernel_checks import DEVICE, assert_as_good_as_eager, check_against_twin
 from torch import Tensor
 
 from optimized.device import choose
@@ -116,6 +116,16 @@ def test_products_are_as_good_as_the_twins(T: int, E: int, K: int, D: int, F: in
         )
     )
     assert_as_good_as_eager(out_TKD, eager_TKD, truth_TKD)
+
+
+@needs_triton
+def test_rows_are_added_and_divided() -> None:
+    for T, K, D in ((3, 2, 80), (2, 1, 1030), (0, 2, 8)):
+        weights_TK = torch.rand(T, K, generator=torch.Generator().manual_seed(D)).to(DEVICE)
+        weights_TK[:1] = 0.0
+        check_against_twin(
+            experts_fp8.fp8_combine_triton, experts_fp8.fp8_combine_torch, normal(T, K, D, seed=T), weights_TK
+        )
 
 
 @needs_triton

@@ -20,12 +20,14 @@ from optimized.bench import peers_vision
 from optimized.bench.case import Inputs
 from optimized.bench.cases import vision as bench
 from optimized.bench.floors import Ceilings
+from optimized.bench.records import OpRow
 from optimized.bench.run import run_case as run_row
 from optimized.device import choose
 from optimized.errors import KernelInputError, NotSupportedError, PlanError
 from optimized.kernels.common import HAS_TRITON
 from optimized.kernels.vision_heads import norm_rotate_heads_torch_, norm_rotate_heads_triton_
 from optimized.vision import VisionOptions, VisionTower
+from optimized.vision_graphs import RecordedVision
 from optimized.vision_plan import upload, vision_runs
 from optimized.vision_weights import empty_vision, pack_vision, quantized_vision, unpack_vision
 from parity.engine_vision import VisionOptimizedRunner
@@ -218,6 +220,20 @@ def test_pixels_must_fit_the_grids() -> None:
         tower()(torch.zeros(3, 147), [(1, 1, 3)])
 
 
+def test_a_recorded_call_is_the_call() -> None:
+    case = VisionCase.parse("1x4x4 2x2x2")
+    recorded = RecordedVision(tower(), case.grids)
+    for seed in range(2):
+        pixels = VisionCase(case.grids, seed).pixels(VISION_CONFIG)
+        assert torch.equal(recorded(pixels), tower()(pixels, case.grids))
+    with pytest.raises(VisionInputError, match=r"expected \(24, 147\) as recorded, found \(4, 147\)"):
+        recorded(pixels[:4])
+    with pytest.raises(PlanError, match="one run"):
+        RecordedVision(tower(VisionOptions(20)), case.grids)
+    with pytest.raises(PlanError, match="found 0 in 0 runs"):
+        RecordedVision(tower(), [])
+
+
 # Weights
 
 
@@ -300,15 +316,25 @@ def test_the_work_is_the_specifications() -> None:
     assert [case.tokens for case in bench.vision_cases(vision)] == [5184, 41472, 20736, 11648, 377104]
 
 
-def test_a_row_of_the_benchmark_is_checked_and_has_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At tiny widths on the CPU, by a clock that does not measure; transformers is left out."""
-    monkeypatch.setattr(peers_vision, "find_spec", lambda name: None)
-    shape = bench.VisionShape("tiny", ((1, 2, 4),), has_peers=True)
-    (case,) = bench.vision_cases(tiny_vision(), [shape])
+def tiny_row() -> OpRow:
+    """At tiny widths on the CPU, by a clock that does not measure."""
+    (case,) = bench.vision_cases(tiny_vision(), [bench.VisionShape("tiny", ((1, 2, 4),), has_peers=True)])
     given = Inputs(CONFIG.text, torch.device("cpu"), backend="torch")
-    row = run_row(case, given, Ceilings(4.0, 4.0, 3.0, 700.0), lambda call, timing: 5.0)
+    return run_row(case, given, Ceilings(4.0, 4.0, 3.0, 700.0), lambda call, timing: 5.0)
+
+
+def test_a_row_of_the_benchmark_is_checked_and_has_peers() -> None:
+    pytest.importorskip("transformers.models.dots3_note", reason="the peer needs transformers 5.24")
+    row = tiny_row()
     assert row.us == 5.0, row.why
-    assert {peer.name: peer.us for peer in row.peers} == {"transformers eager": None, "the reference, eager": 5.0}
+    assert [(peer.name, peer.us) for peer in row.peers] == [("transformers eager", 5.0), ("the reference, eager", 5.0)]
+    assert row.agreement is not None
+    assert all(peer.error < 4 * row.agreement.noise for peer in row.peers), row.peers
+
+
+def test_a_peer_that_is_not_installed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers_vision, "find_spec", lambda name: None)
+    assert [peer.why[:13] for peer in tiny_row().peers] == ["not installed", ""]
 
 
 # The kernel
