@@ -24,7 +24,7 @@ from torch import Tensor
 from optimized.errors import NotSupportedError
 from optimized.observe import BatchObserver, Segment
 from optimized.step import DeviceStep, StepPlan, Uploader, upload_bytes
-from reference.probe import scoped
+from reference.probe import is_observed, scoped
 
 Output = TypeVar("Output")
 
@@ -141,11 +141,12 @@ class Recorder(Generic[Output]):
         metadata = torch.empty(upload_bytes(plan), dtype=torch.uint8, device=self._uploader.device)
         step = self._uploader.upload(plan, metadata)
         probes = StaticProbes()
+        see = probes if is_observed() else BatchObserver(())
         if not self._is_cuda:
 
             def again() -> Output:
                 probes.clear()
-                return function(step, probes)
+                return function(step, see)
 
             return Recording(metadata, step, probes, again)
         # The warm-up compiles, and writes the very cache rows that the first replay writes again.
@@ -153,14 +154,14 @@ class Recorder(Generic[Output]):
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            function(step, probes)
+            function(step, see)
         torch.cuda.current_stream().wait_stream(side)
         probes.clear()
         graph = torch.cuda.CUDAGraph()
         # A collection inside of the capture could free graphs, which no capture allows.
         gc.collect()
         with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
-            output = function(step, probes)
+            output = function(step, see)
         for tensor, value in zip(self._kept, before, strict=True):
             tensor.copy_(value)
 

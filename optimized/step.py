@@ -172,7 +172,7 @@ def map_arrays(part: Any, function: Callable[[Any], Any]) -> Any:
     """`part` with every array replaced by `function` of it, in the order of the fields."""
     if isinstance(part, np.ndarray | Tensor):
         return function(part)
-    if isinstance(part, tuple):
+    if isinstance(part, tuple) and part and isinstance(part[0], _PARTS):
         return tuple(map_arrays(each, function) for each in part)
     if not isinstance(part, _PARTS):
         return part

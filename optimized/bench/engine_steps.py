@@ -20,7 +20,7 @@ from reference.session import StepItem
 
 PAGE_SIZE = 64
 # Decode steps of one run, which ends with the only wait.
-CHAINED = 16
+CHAINED = 64
 
 
 class EngineSteps:

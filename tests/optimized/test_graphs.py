@@ -235,6 +235,16 @@ def test_what_prefills_runs_apart_from_what_decodes() -> None:
     assert torch.equal(mixed["c"], alone.step([StepItem("c", tuple(range(30, 50)), "prefill")])["c"])
 
 
+def test_a_recording_copies_nothing_for_nobody() -> None:
+    one, copies = filled(engine(), {"a": 6}), []
+    one.step([StepItem("a", (5,), "decode")])
+    assert one.runner.recorder is not None
+    for recording in one.runner.recorder._recordings.values():
+        recording.probes.show([])
+        copies += recording.probes._copies
+    assert not copies
+
+
 def test_probes_are_shown_under_the_step_that_ran_and_cannot_be_replaced() -> None:
     one, recorder = filled(engine(), {"a": 6, "b": 11}), ProbeRecorder(("layers.1.output", "mtp.*.normed"))
     for names in ("ab", "ba"):
@@ -295,7 +305,8 @@ def test_replays_on_several_streams_are_ordered() -> None:
 
 @pytest.mark.skipif(not IS_CUDA, reason="waiting is for a GPU")
 def test_replaying_and_decoding_wait_for_nothing() -> None:
-    one = filled(engine(), {"a": 5, "b": 9})
+    # What is taken back is spoilt on purpose in the other tests, which waits.
+    one = filled(engine(dataclasses.replace(OPTIONS, poison=False)), {"a": 5, "b": 9})
     steps = [StepItem("a", (5,), "decode"), StepItem("b", (6,), "decode")]
     drafts = [DraftItem("a", 7, 2), DraftItem("b", 7, 3, sampling=SAMPLINGS[1])]
 
