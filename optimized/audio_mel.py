@@ -102,11 +102,12 @@ class DeviceMel:
 
         Raises: SoundError for samples that are integers, of another shape, none, or not finite.
         """
-        lengths = [chunk_lengths(len(check_waveform(samples_S)), self.config) for samples_S in waveforms]
+        lengths = [chunk_lengths(len(_checked(samples_S)), self.config) for samples_S in waveforms]
         samples_B = tuple(samples for clip in lengths for samples in clip)
         pieces = [torch.empty(0, self.config.num_mel_bins, dtype=self.dtype, device=self.device)]
         if waveforms:
-            (samples_S,) = uploaded((torch.cat([samples_S.to(self.dtype) for samples_S in waveforms]),), self.device)
+            # Large, so not through pinned memory of our own: the driver has read a waveform when its copy returns.
+            samples_S = torch.cat([clip_S.to(self.device, self.dtype, non_blocking=True) for clip_S in waveforms])
             starts = [0, *accumulate(samples_B)]
             for first in range(0, len(samples_B), CHUNKS_AT_ONCE):
                 chosen = samples_B[first : first + CHUNKS_AT_ONCE]
@@ -173,6 +174,12 @@ def _padded(samples_S: Tensor, rows: _Rows, full: int) -> Tensor:
     place_UH = torch.where(place_UH < full, place_UH, 2 * (full - 1) - place_UH)
     source_UH = (rows.sample_U[:, None] + place_UH).clamp(max=len(samples_S) - 1)
     return torch.where(place_UH < rows.length_U[:, None], samples_S[source_UH], 0.0)
+
+
+def _checked(samples_S: Tensor) -> Tensor:
+    """As the definition checks it. Where the sum is finite all samples are, which is thirty times quicker to see."""
+    is_waveform = samples_S.dim() == 1 and samples_S.is_floating_point() and len(samples_S)
+    return samples_S if is_waveform and samples_S.sum().isfinite() else check_waveform(samples_S)
 
 
 def _check_features(clip: Features, config: AudioConfig, name: str) -> None:

@@ -24,6 +24,8 @@ from optimized.kernels.common import check_tensor, dot, next_power_of_2, round_t
 # T tokens (as queries)  S tokens (as keys)  H heads  X lanes of a head  B sequences
 
 LOG2_E = math.log2(math.e)
+# From here on keys and values are read less often by larger tiles of queries; below, smaller ones start sooner.
+MANY_ROWS = 4608
 
 
 @triton.jit
@@ -148,8 +150,9 @@ def tiling(longest: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     """Queries and keys of a tile, warps and pipeline stages."""
     if dtype == torch.float32:
         return tile(longest, largest=16), 32, 4, 1
-    block_T = tile(longest, largest=128)
-    return block_T, 64, 4, 3
+    if longest < MANY_ROWS:
+        return tile(longest, largest=64), 64, 4, 3
+    return 128, 64, 8, 3
 
 
 def varlen_attention_torch(

@@ -23,11 +23,14 @@ from torch import Tensor
 
 from optimized.errors import KernelInputError
 from optimized.kernels.common import check_tensor, dot, round_to, tile, tl, triton, widen
+from optimized.kernels.gelu import gelu
 
 # L frames of a stage  R token rows with gaps  M mel bins  P rows of frequencies  C channels  B chunks
 
 STAGES = 3
 TAPS = 3
+# Places and channels of a tile of the first convolution, and warps.
+FIRST_TILING = (32, 128, 4)
 
 
 class StemRows(NamedTuple):
@@ -39,11 +42,6 @@ class StemRows(NamedTuple):
     chunk_R: Tensor
     first_B: Tensor
     frames_B: Tensor
-
-
-@triton.jit
-def gelu(x):
-    return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
 
 
 @triton.jit
@@ -59,7 +57,7 @@ def _stem_first_kernel(
     mel, weight, bias, out, chunk_R, first_B, frames_B, mel_row, rows, M, P, C,
     BLOCK_Q: tl.constexpr, BLOCK_C: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """A tile of places (frame, row of frequencies) by a tile of channels."""
+    """A tile of places (frame, row of frequencies), one tile of channels after the other."""
     place_Q = tl.program_id(0).to(tl.int64) * BLOCK_Q + tl.arange(0, BLOCK_Q)
     row_Q, frequency_Q = (place_Q // P).to(tl.int32), (place_Q % P).to(tl.int32)
     is_row_Q = row_Q < rows
@@ -74,17 +72,17 @@ def _stem_first_kernel(
     from_row_QK = 8 * (first_Q - chunk_Q)[:, None] + from_frame_QK
     x_QK = tl.load(mel + from_row_QK.to(tl.int64) * mel_row + from_bin_QK, mask=is_read_QK, other=0.0)
     x_QK = round_to(x_QK.to(tl.float32), out)
-    lane_C = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    is_lane_C = lane_C < C
-    weight_KC = tl.load(
-        weight + lane_C[None, :] * 9 + tap_K[:, None], mask=is_lane_C[None, :] & (tap_K < 9)[:, None], other=0.0
-    )
-    bias_C = tl.load(bias + lane_C, mask=is_lane_C, other=0.0).to(tl.float32)
-    sums_QC = dot(x_QK, weight_KC, tl.zeros([BLOCK_Q, BLOCK_C], tl.float32), WIDEN) + bias_C[None, :]
-    y_QC = tl.where(is_valid_Q[:, None], gelu(sums_QC), 0.0)
-    tl.store(
-        out + place_Q[:, None] * C + lane_C[None, :], round_to(y_QC, out), mask=is_row_Q[:, None] & is_lane_C[None, :]
-    )
+    out += place_Q[:, None] * C
+    for first_lane in range(0, C, BLOCK_C):
+        lane_C = first_lane + tl.arange(0, BLOCK_C)
+        is_lane_C = lane_C < C
+        weight_KC = tl.load(
+            weight + lane_C[None, :] * 9 + tap_K[:, None], mask=is_lane_C[None, :] & (tap_K < 9)[:, None], other=0.0
+        )
+        bias_C = tl.load(bias + lane_C, mask=is_lane_C, other=0.0).to(tl.float32)
+        sums_QC = dot(x_QK, weight_KC, tl.zeros([BLOCK_Q, BLOCK_C], tl.float32), WIDEN) + bias_C[None, :]
+        y_QC = tl.where(is_valid_Q[:, None], gelu(sums_QC), 0.0)
+        tl.store(out + lane_C[None, :], round_to(y_QC, out), mask=is_row_Q[:, None] & is_lane_C[None, :])
 
 
 @triton.jit
@@ -149,10 +147,10 @@ def stem_first_triton(mel_LM: Tensor, weight_C33: Tensor, bias_C: Tensor, rows: 
     R = _check_rows(rows)
     P = (M + 1) // 2
     out_LPC = torch.empty(R << 2, P, C, dtype=weight_C33.dtype, device=mel_LM.device)
-    block_Q, block_C = 64, tile(C, largest=256)
     if not out_LPC.numel():
         return out_LPC
-    _stem_first_kernel[(triton.cdiv((R << 2) * P, block_Q), triton.cdiv(C, block_C))](
+    block_Q, block_C, warps = FIRST_TILING
+    _stem_first_kernel[(triton.cdiv((R << 2) * P, block_Q),)](
         mel_LM,
         weight_C33,
         bias_C,
@@ -164,9 +162,9 @@ def stem_first_triton(mel_LM: Tensor, weight_C33: Tensor, bias_C: Tensor, rows: 
         P,
         C,
         BLOCK_Q=block_Q,
-        BLOCK_C=block_C,
+        BLOCK_C=tile(C, largest=block_C),
         WIDEN=widen(weight_C33.dtype),
-        num_warps=8,
+        num_warps=warps,
     )
     return out_LPC
 

@@ -55,6 +55,13 @@ def test_ragged_sequences(lengths: list[int], dtype: torch.dtype) -> None:
     check(sequences(lengths, 3, 16, dtype))
 
 
+def test_the_tiles_of_long_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU takes from MANY_ROWS on, at lengths that the interpreter can take."""
+    monkeypatch.setattr("optimized.attention.varlen.MANY_ROWS", 1)
+    for lengths in ([127], [128, 129], [1, 200, 3]):
+        check(sequences(lengths, 2, 12, torch.bfloat16))
+
+
 @settings(max_examples=EXAMPLES)
 @given(
     st.sampled_from(DTYPES),
