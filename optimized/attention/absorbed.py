@@ -6,12 +6,14 @@ A row is one position's [latent C | rope key R]; all heads share it as their key
 layers the rows are the selected positions of a paged pool, in sliding layers the last positions of a ring.
 
 Assumes selected positions within the pages of their request. Several tokens of one request read its rows, each for
-itself. How it is computed: `two_pass`. Source: text_model specification, sections 8, 9, 14 and 16.
+itself. Computed by one kernel where `one_pass` accepts the tensors, else by two (`two_pass`): other orders of the sums,
+the same places of rounding. Source: text_model specification, sections 8, 9, 14 and 16.
 """
 
 import torch
 from torch import Tensor
 
+from optimized.attention.one_pass import attend_pages, attend_ring, takes_pages, takes_ring
 from optimized.attention.two_pass import attend_in_two_passes
 from optimized.kernels.common import check_tensor
 
@@ -76,6 +78,9 @@ def sparse_attention_triton(
     check_tensor("block_table", block_table_BP, (None, None), torch.int32)
     check_tensor("request", request_T, (T,), torch.int32)
     out_THC = torch.empty(T, H, C, dtype=q_THL.dtype, device=q_THL.device)
+    if takes_pages(q_THL, pool, C, splits):
+        attend_pages(q_THL, pool, selected_TK, block_table_BP, request_T, out_THC, scale, splits)
+        return out_THC
     for start in range(0, T, MOST_TOKENS):
         tokens = slice(start, start + MOST_TOKENS)
         attend_in_two_passes(
@@ -132,6 +137,9 @@ def ring_attention_triton(
     check_tensor("ring", ring_T, (T,), torch.int32)
     check_tensor("positions", positions_T, (T,), torch.int32)
     out_THC = torch.empty(T, H, C, dtype=q_THL.dtype, device=q_THL.device)
+    if takes_ring(q_THL, ring_pool, C, splits):
+        attend_ring(q_THL, ring_pool, ring_T, positions_T, window, out_THC, scale, splits)
+        return out_THC
     for start in range(0, T, MOST_TOKENS):
         tokens = slice(start, start + MOST_TOKENS)
         attend_in_two_passes(

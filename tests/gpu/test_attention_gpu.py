@@ -3,6 +3,7 @@
 import pytest
 import torch
 from kernel_checks import DEVICE, assert_as_good_as_eager, check_against_twin, float64
+from poison import poisoned
 from torch import Tensor
 
 from optimized.attention.absorbed import (
@@ -12,6 +13,8 @@ from optimized.attention.absorbed import (
     sparse_attention_triton,
 )
 from optimized.attention.expanded import expanded_attention_torch, expanded_attention_triton
+from optimized.attention.one_pass import has_hopper_kernels, takes_pages, takes_ring
+from optimized.attention.two_pass import attend_in_two_passes
 
 # Released geometry: full layers 128 heads, C 512, N 128; sliding layers 64 heads, C 1024, N 192; R 64, V 128.
 WINDOW, TOPK, PAGE = 513, 2048, 64
@@ -94,6 +97,9 @@ def prefill_arguments(lengths: list[int], history: int, H: int, N: int, window: 
     )
 
 
+needs_hopper = pytest.mark.skipif(not has_hopper_kernels(torch.device(DEVICE)), reason="needs a Hopper GPU and Gluon")
+
+
 @pytest.mark.parametrize(("B", "context"), [(1, 4096), (16, 4096), (64, 2560), (3, 1500)])
 def test_sparse_attention(B: int, context: int) -> None:
     arguments = sparse_arguments(B, context)
@@ -108,11 +114,83 @@ def test_ring_attention(B: int) -> None:
     assert torch.equal(ring_attention_triton(*arguments), ring_attention_triton(*arguments))
 
 
-def test_a_row_of_a_ring_is_the_same_alone_and_in_company() -> None:
+@needs_hopper
+@pytest.mark.parametrize("splits", [1, 2, 7, 32])
+def test_sentinels_anywhere_in_one_pass(splits: int) -> None:
+    """Lists with holes, one that ends early, an empty one, and one of a single key; NaN where nothing may be read."""
+    q, pool, selected, table, request, scale, C = sparse_arguments(5, 4096)
+    assert takes_pages(q, pool, C, splits)
+    selected[0, ::3] = -1
+    selected[1, 700:] = -1
+    selected[2] = -1
+    selected[3, 1:] = -1
+    request[2] = 2**31 - 1
+    pool[-1] = float("nan")
+    arguments = (q, pool, selected, table, request, scale, C, splits)
+    check_against_twin(poisoned(sparse_attention_triton), sparse_attention_torch, *arguments)
+    assert not sparse_attention_triton(*arguments)[2].any()
+
+
+@needs_hopper
+@pytest.mark.parametrize("splits", [1, 2, 3, 8])
+def test_short_and_padded_rows_of_rings_in_one_pass(splits: int) -> None:
+    q, pool, ring, positions, *rest = ring_arguments(9)
+    assert takes_ring(q, pool, rest[-1], splits)
+    for token, last in enumerate((-1, 0, 1, 63, 64, 65, 511)):
+        positions[token] = last
+        pool[ring[token].long(), last + 1 :] = float("nan")
+        pool[ring[token].long(), : last + 1] = normal(last + 1, 1088, seed=last + 2)
+    ring[0] = 2**31 - 1
+    arguments = (q, pool, ring, positions, *rest, splits)
+    check_against_twin(poisoned(ring_attention_triton), ring_attention_torch, *arguments)
+    assert not ring_attention_triton(*arguments)[0].any()
+
+
+@needs_hopper
+def test_outliers_in_one_pass() -> None:
+    """Scores of +-1000s, so that tiles differ by more than the range of float32's exponent."""
+    q, pool, *rest = sparse_arguments(2, 2560)
+    check_against_twin(sparse_attention_triton, sparse_attention_torch, q * 30, pool * 30, *rest)
+    q, pool, *rest = ring_arguments(2)
+    check_against_twin(ring_attention_triton, ring_attention_torch, q * 30, pool * 30, *rest)
+
+
+@needs_hopper
+def test_a_row_is_the_same_alone_and_in_company() -> None:
+    """With the same number of parts: tiles do not depend on the batch."""
     q, pool, ring, positions, *rest = ring_arguments(64)
-    together = ring_attention_triton(q, pool, ring, positions, *rest, splits=1)
-    alone = ring_attention_triton(q[5:6], pool, ring[5:6], positions[5:6], *rest, splits=1)
-    assert torch.equal(together[5:6], alone)
+    for splits in (1, 4):
+        together = ring_attention_triton(q, pool, ring, positions, *rest, splits=splits)
+        alone = ring_attention_triton(q[5:6], pool, ring[5:6], positions[5:6], *rest, splits=splits)
+        assert torch.equal(together[5:6], alone)
+
+    q, pool, selected, table, request, *rest = sparse_arguments(64, 2560)
+    for splits in (1, 4):
+        together = sparse_attention_triton(q, pool, selected, table, request, *rest, splits=splits)
+        alone = sparse_attention_triton(q[5:6], pool, selected[5:6], table, request[5:6], *rest, splits=splits)
+        assert torch.equal(together[5:6], alone)
+
+
+@pytest.mark.parametrize("B", [1, 64])
+def test_two_passes(B: int) -> None:
+    """What other GPUs and geometries take, at released geometry."""
+
+    def sparse(q, pool, selected, table, request, scale, C):
+        out = torch.empty(*q.shape[:2], C, dtype=q.dtype, device=q.device)
+        attend_in_two_passes(q, pool, selected, table, request, out, selected.shape[1], scale, None)
+        return out
+
+    def ring(q, pool, ring, positions, window, scale, C):
+        out = torch.empty(*q.shape[:2], C, dtype=q.dtype, device=q.device)
+        attend_in_two_passes(q, pool, positions, None, ring, out, window, scale, None)
+        return out
+
+    for kernel, twin, arguments in (
+        (sparse, sparse_attention_torch, sparse_arguments(B, 2560)),
+        (ring, ring_attention_torch, ring_arguments(B)),
+    ):
+        eager, truth = twin(*arguments), twin(*float64(*arguments))
+        assert_as_good_as_eager(kernel(*arguments), eager, truth)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from optimized.attention.absorbed import (
     sparse_attention_triton,
 )
 from optimized.attention.combine import merge_parts_torch, merge_parts_triton
+from optimized.attention.one_pass import parts_of_tiles, takes_pages, takes_ring
 from optimized.attention.two_pass import parts_of
 from optimized.errors import KernelInputError
 
@@ -268,6 +269,23 @@ def test_few_tokens_are_split_and_many_are_not() -> None:
     assert parts_of(programs=64, tiles=16) == 2
     assert parts_of(programs=256, tiles=16) == 1
     assert parts_of(programs=1, tiles=1) == 1
+
+
+def test_one_pass_is_split_by_rounds_of_its_programs() -> None:
+    """Two programs a token over 32 tiles, four rounds of 132 and their like."""
+    assert parts_of_tiles(programs=2, tiles=32) == 32
+    assert parts_of_tiles(programs=32, tiles=32) == 4
+    assert parts_of_tiles(programs=64, tiles=32) == 2
+    assert parts_of_tiles(programs=128, tiles=32) == 1
+    assert parts_of_tiles(programs=512, tiles=32) == 1
+    assert parts_of_tiles(programs=1, tiles=1) == 1
+
+
+def test_one_pass_is_for_compiled_kernels_only() -> None:
+    q, pool = torch.zeros(64, 128, 576, dtype=torch.bfloat16), torch.zeros(1, 1, 576, dtype=torch.bfloat16)
+    assert not takes_pages(q, pool, 512, None)
+    q, pool = torch.zeros(64, 64, 1088, dtype=torch.bfloat16), torch.zeros(1, 1, 1088, dtype=torch.bfloat16)
+    assert not takes_ring(q, pool, 1024, None)
 
 
 def test_wrong_tensors_are_named() -> None:
