@@ -59,7 +59,7 @@ def _route(T: int) -> Callable[[Inputs], Problem]:
 
         def check(out: Any) -> list[Triple]:
             ids, weights = triples(
-                (out.expert_ids_TK[rows], out.weights_TK[rows], None, None, None),
+                (out.expert_ids_TK[rows], out.weights_TK[rows], *[None] * 4),
                 given.twin("route"),
                 x_TD[rows],
                 *rest,
@@ -108,13 +108,14 @@ def _experts(T: int) -> Callable[[Inputs], Problem]:
         ids_TK = int32(given.uniform(T, E).topk(K, dim=-1).indices)
         weights_TK = given.uniform(T, K) + 0.1
         weights_TK /= weights_TK.sum(-1, keepdim=True)
+        counts_E = int32(torch.bincount(ids_TK.flatten(), minlength=E))
         sort_rows, swiglu, down, combine = (
             given.op(name) for name in ("sort_rows", "expert_swiglu", "expert_down", "combine")
         )
         tile_rows, rows = rows_per_tile(T, K, E, given.dtype), checked_rows(T)
 
         def ours() -> Tensor:
-            plan = sort_rows(ids_TK, E, tile_rows, shared)
+            plan = sort_rows(ids_TK, E, tile_rows, shared, counts_E)
             return combine(down(swiglu(x_TD, weights.gate_up_EXD, plan), weights.down_EDF, plan), weights_TK).output_TD
 
         def check(out_TD: Tensor) -> list[Triple]:
