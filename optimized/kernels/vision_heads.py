@@ -6,6 +6,8 @@ x = [first · cos - second · sin, second · cos + first · sin]             by 
 
 One weight for all heads of the queries, one for those of the keys. One program takes all heads of a patch, reads and
 writes each lane once, in place, as two halves; float32 inside, one rounding of the result. Values are not touched.
+
+H200, bfloat16, 24 heads of 64: 18 / 71 µs for 5,184 / 20,736 patches; the latter is 3.6 TB/s read and written.
 Source: vision specification, sections 2.1, 3.2 and 4.
 """
 

@@ -153,6 +153,25 @@ def test_the_check_takes_the_optimized_tower() -> None:
     assert found.first_different is None
 
 
+@pytest.mark.parametrize(
+    ("spoil", "where"),
+    [
+        (("blocks.1.mlp.fc1.weight", "blocks.1.mlp.fc3.weight"), "vision.blocks.1.ffn.output"),
+        (("blocks.2.attn.q_norm.weight", "blocks.2.attn.k_norm.weight"), "vision.blocks.2.attn.q"),
+        (("blocks.4.mlp.experts.2.fc2.weight", "blocks.4.mlp.experts.3.fc2.weight"), "vision.blocks.4.ffn.output"),
+        (("patch_embed.norm.weight", "post_trunk_norm.weight"), "vision.patches"),
+    ],
+)
+def test_the_comparison_sees_where_a_tower_is_spoiled(spoil: tuple[str, str], where: str) -> None:
+    """Two tensors of one shape change places on the way into the packed storage."""
+    first, second = (VISION + name for name in spoil)
+    swapped = WEIGHTS | {first: WEIGHTS[second], second: WEIGHTS[first]}
+    values = run_case(VisionOptimizedRunner(CONFIG, swapped, torch.float64, "cpu", "torch"), VISION_CONFIG, CASES[2])
+    found = compare_vision_exact(lambda wanted: VisionReferenceRunner(CONFIG, WEIGHTS, wanted), values, CASES[2])
+    assert found.first is not None
+    assert found.first.name == where
+
+
 # Batches
 
 
