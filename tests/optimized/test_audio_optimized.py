@@ -6,7 +6,7 @@ import functools
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from kernel_checks import DEVICE, assert_as_good_as_eager
 from torch import Tensor
@@ -127,6 +127,48 @@ def test_embeddings_are_the_references(config: AudioConfig, lengths: list[int], 
     own = tower(config, torch.float64, budget)
     assert_close(own.embed(given_clips), wanted)
     assert_close(own.embed_sound([noise(n, seed) for seed, n in enumerate(lengths)]), wanted)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> AudioConfig:
+    """Odd and small sizes, heads that are rotated in part, whole or in a single pair; one mel bin."""
+    heads, pairs, passed = draw(st.integers(1, 4)), draw(st.integers(1, 4)), draw(st.integers(0, 9))
+    head_dim = 2 * pairs + passed
+    assume(int(head_dim * (2 * pairs / head_dim)) == 2 * pairs)
+    return dataclasses.replace(
+        CONFIG,
+        d_model=heads * head_dim,
+        encoder_layers=draw(st.integers(1, 2)),
+        encoder_attention_heads=heads,
+        encoder_ffn_dim=draw(st.integers(1, 20)),
+        num_mel_bins=draw(st.integers(1, 40)),
+        downsample_hidden_size=draw(st.integers(1, 9)),
+        chunk_seconds=draw(st.integers(1, 3)),
+        partial_rotary_factor=2 * pairs / head_dim,
+        adapter_out_dim=draw(st.integers(1, 20)),
+    )
+
+
+@settings(max_examples=EXAMPLES)
+@given(configs(), st.lists(LENGTHS, min_size=1, max_size=3))
+def test_drawn_models_give_the_references_embeddings(config: AudioConfig, lengths: list[int]) -> None:
+    given_clips = clips(lengths, config, torch.float64)
+    own = AudioTower.from_state(config, encoder(config, torch.float64).state_dict(), torch.float64, DEVICE, "torch")
+    assert_close(own.embed(given_clips), expected(given_clips, config, torch.float64))
+
+
+@settings(max_examples=5 if DEVICE == "cpu" else 2)
+@given(configs(), st.lists(st.integers(1, 6000), max_size=2), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_drawn_models_run_through_the_kernels(config: AudioConfig, lengths: list[int], dtype: torch.dtype) -> None:
+    """As close to the twins in float64 as the twins in the same dtype are, over enough elements to tell."""
+    config, lengths = dataclasses.replace(config, adapter_out_dim=24), [*lengths, 12000]
+    state = encoder(config, dtype).state_dict()
+    wide = {name: tensor.double() for name, tensor in state.items()}
+    kernels, plain = (AudioTower.from_state(config, state, dtype, DEVICE, backend) for backend in (None, "torch"))
+    truth = AudioTower.from_state(config, wide, torch.float64, DEVICE, "torch")
+    mel = mel_rows(clips(lengths, config, torch.float32), config, DEVICE)
+    rounded = dataclasses.replace(mel, mel_LM=mel.mel_LM.to(dtype).double())
+    assert_as_good_as_eager(*(torch.cat(rows) for rows in (kernels(mel), plain(mel), truth(rounded))))
 
 
 @pytest.mark.parametrize("config", [CONFIG, ODD], ids=["whole-tokens", "half-a-token"])
