@@ -1,4 +1,4 @@
-"""Dots3 NOTE as production code: the text model and its draft layer over ragged batches of many requests.
+"""Dots3 NOTE as production code: the text model, its draft layer and the towers over ragged batches.
 
 Read in this order:
 
@@ -6,6 +6,7 @@ device     which backend each op takes, and why         kernels/, attention/   t
 weights    the state dict in packed storage             cache                  pages, rings, who owns what
 planning   a ragged step from lengths alone             step                   its metadata, and the one upload
 text, mtp  the layers over one step                     engine                 many requests, drafts
+vision     the towers over many images and frames,      audio                  and over many clips
 bench/     every op and whole steps beside floors and peers
 """
 

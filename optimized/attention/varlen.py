@@ -10,6 +10,10 @@ projection, with any stride between rows and between heads.
 
 Float32 scores and sums; a tile of probabilities is rounded to the value's dtype. Rows outside of the sequences are
 neither read nor written. Source: audio specification, section 7; vision specification, section 4.
+
+H200, bfloat16, heads of 64 lanes, events and a cold cache, TFLOP/s at 30 sequences of 750 rows with 20 heads, 16 of
+4096 and one of 16384 with 24 heads: 364 / 481 / 440; torch's attention on the same rows as a padded batch 352 / 494 /
+490. Bound by the exponentials, which take as long as both products.
 """
 
 import math
