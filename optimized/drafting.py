@@ -16,7 +16,7 @@ from torch import Tensor
 
 from optimized.cache import CachePools
 from optimized.draws import choose_in_nucleus, plan_draws
-from optimized.graphs import shape_of
+from optimized.graphs import Shape, one_shape, shape_of
 from optimized.hidden_rows import HiddenRows
 from optimized.plan_rings import draft_track
 from optimized.plan_spans import StepLimits
@@ -47,13 +47,21 @@ class _Drafted:
 
 
 class Drafting:
-    """One call of `Engine.drafts`, of items that have been checked."""
+    """One call of `Engine.drafts`, of items that have been checked.
+
+    `shape`, see `draft_shape`: what every step is padded to, longer histories run one by one.
+    """
 
     def __init__(
-        self, items: Sequence[DraftItem], states: Mapping[str, RequestState], runner: Runner, limits: StepLimits
+        self,
+        items: Sequence[DraftItem],
+        states: Mapping[str, RequestState],
+        runner: Runner,
+        limits: StepLimits,
+        shape: Shape | None = None,
     ):
         self._items = {item.request: item for item in items}
-        self._states, self._runner, self._limits = states, runner, limits
+        self._states, self._runner, self._limits, self._shape = states, runner, limits, shape
         self._pools: CachePools = runner.text.pools
         self._most_decoded = draft_track(self._pools).most_decoded
 
@@ -75,8 +83,13 @@ class Drafting:
         for item in self._items.values():
             first, state = self._pools.slots(item.request).draft_length, self._states[item.request]
             planned.append(PlanItem(item.request, (*state.token_ids[first + 1 :], item.next_token), "decode"))
+        groups = [planned]
+        if self._shape is not None:
+            short = [item for item in planned if len(item.token_ids) <= self._most_decoded]
+            groups = [short, *([item] for item in planned if len(item.token_ids) > self._most_decoded)]
+        split = [part for group in groups if group for part in split_draft(group, self._pools, self._limits)]
         parts = []
-        for part in split_draft(planned, self._pools, self._limits):
+        for part in split:
             ordered = sorted(part, key=lambda item: len(item.token_ids) > self._most_decoded)
             firsts = [self._pools.slots(item.request).draft_length for item in ordered]
             hidden = [
@@ -111,9 +124,9 @@ class Drafting:
         samplings = [self._items[request].sampling for request in requests]
         positions = [len(self._states[request].token_ids) + number + 1 for request in requests]
         counts = [len(item.token_ids) for item in items]
-        shape = None
-        if self._runner.recorder is not None and max(counts) <= self._most_decoded:
-            shape = shape_of(counts, self._limits.max_tokens)
+        has_graphs, shape = self._runner.recorder is not None, None
+        if max(counts) <= self._most_decoded:
+            shape = self._shape or (shape_of(counts, self._limits.max_tokens) if has_graphs else None)
         if shape is None:
             plan = plan_draft(items, self._pools, self._limits)
             plan = dataclasses.replace(plan, draws=plan_draws(samplings, positions, sources))
@@ -121,9 +134,8 @@ class Drafting:
         else:
             plan = plan_draft(items, self._pools, self._limits, shape.rows, shape.requests)
             draws = plan_draws(samplings, positions, sources, shape.requests, shape.rows)
-            output = _copied(
-                self._runner.recorded_draft(number, dataclasses.replace(plan, draws=draws), hidden_TD), len(items)
-            )
+            run = self._runner.recorded_draft if has_graphs else self._runner.draft
+            output = _copied(run(number, dataclasses.replace(plan, draws=draws), hidden_TD), len(items))
         assert output.chosen_B is not None
         choose_in_nucleus(output.logits_BW, samplings, positions, self._runner.drafted_R)
         return _Drafted(requests, output.hidden_BD, output.logits_BW, output.chosen_B.clone())
@@ -135,6 +147,11 @@ class Drafting:
         hidden_BD, logits_BW, chosen_B = (torch.stack(column) for column in zip(*columns, strict=True))
         self._runner.drafted_R[: len(chosen_B)].copy_(chosen_B)
         return _Drafted(list(places), hidden_BD, logits_BW, chosen_B)
+
+
+def draft_shape(pools: CachePools, limits: StepLimits) -> Shape:
+    """The shape that every draft step fits in. Raises: NotSupportedError as `one_shape`."""
+    return one_shape(pools.ring_count, draft_track(pools).most_decoded, limits.max_tokens, 0)
 
 
 def _copied(output: DraftOutput, count: int) -> DraftOutput:

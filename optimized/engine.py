@@ -17,10 +17,10 @@ from torch import Tensor
 
 from optimized.cache import CachePools
 from optimized.device import Backend, choose
-from optimized.drafting import Drafting, RequestState
+from optimized.drafting import Drafting, RequestState, draft_shape
 from optimized.draws import choose_in_nucleus, plan_draws
 from optimized.errors import NotSupportedError
-from optimized.graphs import shape_of
+from optimized.graphs import Shape, one_shape, shape_of
 from optimized.hidden_rows import HiddenRows
 from optimized.plan_spans import StepLimits
 from optimized.planning import plan_step, split_step
@@ -50,6 +50,8 @@ class EngineOptions:
     `max_length` bounds a request in tokens; None: only the pages do. `limits` bounds what runs at once.
     `graphs`: steps that run from the caches alone (decode, verification, drafts) are padded to a few shapes, each
     recorded when it first occurs and replayed from then on; prefill runs eagerly, apart from them.
+    `batch_invariant`: a request's bytes are the same alone and in company. All steps that run from the caches take one
+    shape, the largest, and every prompt and draft history runs by itself: slower by what that pads and does not share.
     `poison` and `disjoint_numbers` are for tests: see `CachePools`.
     """
 
@@ -60,6 +62,7 @@ class EngineOptions:
     max_length: int | None = None
     limits: StepLimits = DEFAULT_LIMITS
     graphs: bool = False
+    batch_invariant: bool = False
     poison: bool = False
     disjoint_numbers: bool = False
 
@@ -88,8 +91,14 @@ class Engine:
         self.pools = text.pools
         self.runner = Runner(text, options.graphs, options.limits.max_tokens)
         self._most_decoded = 1 + self.pools.max_draft_tokens
-        self._requests: dict[str, RequestState] = {}
         self._keeps_hidden = bool(self.config.num_nextn_predict_layers and options.max_draft_tokens)
+        self._shape: Shape | None = None
+        self._draft_shape: Shape | None = None
+        if options.batch_invariant:
+            tokens = options.max_length or options.pages * options.page_size
+            self._shape = one_shape(options.requests, self._most_decoded, options.limits.max_tokens, tokens)
+            self._draft_shape = draft_shape(self.pools, options.limits) if self._keeps_hidden else None
+        self._requests: dict[str, RequestState] = {}
 
     @classmethod
     def from_state(
@@ -154,7 +163,7 @@ class Engine:
                     self.pools.open(request)
                     self._requests[request] = RequestState()
             planned = [PlanItem(item.request, tuple(item.token_ids), item.kind) for item in items]
-            for part in self._apart(split_step(planned, self.pools, self.options.limits)):
+            for part in self._parts(planned):
                 for request, logits_TW in self._run(part, last_only).items():
                     logits[request].append(logits_TW)
             if is_observed():
@@ -236,7 +245,7 @@ class Engine:
             return {}
         kept = {item.request: self.pools.slots(item.request).draft_length for item in items}
         try:
-            logits = Drafting(items, self._requests, self.runner, self.options.limits).logits()
+            logits = Drafting(items, self._requests, self.runner, self.options.limits, self._draft_shape).logits()
             # The row of the newest token was run with `next_token`, which is not committed; it runs again then.
             kept = {request: self.length(request) - 1 for request in logits}
         finally:
@@ -281,15 +290,25 @@ class Engine:
     def tokens(self, request: str) -> tuple[int, ...]:
         return tuple(self._request(request).token_ids)
 
-    def _apart(self, parts: Sequence[Sequence[PlanItem]]) -> Iterable[Sequence[PlanItem]]:
-        """With graphs, what decodes and what prefills are steps of their own."""
+    def _parts(self, items: Sequence[PlanItem]) -> list[Sequence[PlanItem]]:
+        """Consecutive steps. With graphs, what decodes and what prefills are steps of their own.
+
+        Batch-invariant, each prompt is also cut as if it were alone. All is refused before anything runs.
+        """
+        limits = self.options.limits
+        parts: list[Sequence[PlanItem]] = [*split_step(items, self.pools, limits)]
+        if not self.options.graphs and self._shape is None:
+            return parts
+        apart: list[Sequence[PlanItem]] = []
         for part in parts:
-            is_decode = [len(item.token_ids) <= self._most_decoded for item in part]
-            if self.options.graphs and len(set(is_decode)) == 2:
-                yield [item for item, is_ in zip(part, is_decode, strict=True) if is_]
-                yield [item for item, is_ in zip(part, is_decode, strict=True) if not is_]
-            else:
-                yield part
+            decoding = [item for item in part if len(item.token_ids) <= self._most_decoded]
+            prefilling = [item for item in part if len(item.token_ids) > self._most_decoded]
+            apart += [some for some in (decoding, prefilling) if some]
+        if self._shape is None:
+            return apart
+        decoding = [item for item in items if len(item.token_ids) <= self._most_decoded]
+        alone = [[item] for item in items if len(item.token_ids) > self._most_decoded]
+        return [part for group in (decoding, *alone) if group for part in split_step(group, self.pools, limits)]
 
     def _run(self, items: Sequence[PlanItem], last_only: bool) -> dict[str, Tensor]:
         # The order of a plan's rows: what decodes, then what prefills.
@@ -313,14 +332,15 @@ class Engine:
         """One step of items in row order, from a recording where there is one for their shape; nothing is padded."""
         counts, limits = [len(item.token_ids) for item in items], self.options.limits
         shape = None
-        if self.options.graphs and max(counts) <= self._most_decoded:
-            shape = shape_of(counts, limits.max_tokens)
+        if max(counts) <= self._most_decoded:
+            shape = self._shape or (shape_of(counts, limits.max_tokens) if self.options.graphs else None)
         if shape is None:
             plan = plan_step(items, self.pools, limits)
             return self.runner.step(dataclasses.replace(plan, draws=draws and plan_draws(*draws)), last_only)
-        plan = plan_step(items, self.pools, limits, shape.rows, shape.requests)
+        plan = plan_step(items, self.pools, limits, shape.rows, shape.requests, shape.tokens)
         plan = dataclasses.replace(plan, draws=draws and plan_draws(*draws, shape.rows, shape.rows))
-        output, rows = self.runner.recorded_step(plan), sum(counts)
+        run = self.runner.recorded_step if self.options.graphs else self.runner.step
+        output, rows = run(plan), sum(counts)
         normed_TD, logits_TW = output.normed_TD[:rows], output.logits_TW[:rows]
         if last_only and rows > len(items):
             logits_TW = torch.stack([logits_TW[end - 1] for end in accumulate(counts)])

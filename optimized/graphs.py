@@ -39,10 +39,11 @@ def bucket(count: int) -> int | None:
 
 @dataclass(frozen=True)
 class Shape:
-    """Rows and requests that a step is padded to."""
+    """Rows and requests that a step is padded to, and the tokens that a block table has room for at least."""
 
     rows: int
     requests: int
+    tokens: int = 0
 
 
 def shape_of(counts: Sequence[int], most_rows: int) -> Shape | None:
@@ -56,6 +57,21 @@ def shape_of(counts: Sequence[int], most_rows: int) -> Shape | None:
     longest = max(counts)
     rows = requests * longest if sum(counts) == longest * len(counts) else bucket(sum(counts))
     return Shape(rows, requests) if rows is not None and rows <= min(most_rows, BUCKETS[-1]) else None
+
+
+def one_shape(requests: int, most_decoded: int, most_rows: int, tokens: int) -> Shape:
+    """The shape that every step of up to `requests` requests fits in.
+
+    Raises: NotSupportedError if that is more rows than a step may have.
+    """
+    rows = bucket(requests * most_decoded)
+    if rows is None or rows > most_rows:
+        raise NotSupportedError(
+            f"batch_invariant: every step takes the {requests * most_decoded} rows of {requests} requests with "
+            f"{most_decoded} tokens each, and at most {min(most_rows, BUCKETS[-1])} fit in one; allow fewer requests "
+            f"or drafts"
+        )
+    return Shape(rows, requests, tokens)
 
 
 class StaticProbes(BatchObserver):

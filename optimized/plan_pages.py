@@ -54,10 +54,13 @@ class PageGroup:
 
 
 class PagePlanner:
-    """Groups rows within the limits. Raises: PlanError if one row's absorbed query does not fit."""
+    """Groups rows within the limits; decode rows as if one request had `tokens` tokens.
 
-    def __init__(self, pools: CachePools, limits: StepLimits):
-        self.config, self.pools, self.limits = pools.config, pools, limits
+    Raises: PlanError if one row's absorbed query does not fit.
+    """
+
+    def __init__(self, pools: CachePools, limits: StepLimits, tokens: int = 0):
+        self.config, self.pools, self.limits, self.tokens = pools.config, pools, limits, tokens
         full = pools.config.full
         self._key_bytes = expanded_key_bytes(full, pools)
         # The absorbed query and the attended latent of all heads.
@@ -70,6 +73,7 @@ class PagePlanner:
 
     def check_scores(self, request: str, length: int) -> None:
         """Raises: PlanError if the index scores of a single row do not fit."""
+        length = max(length, self.tokens)
         need = self._bucket(length) * SCORE_BYTES
         if self._bucket(length) > self.config.index_topk and need > self.limits.score_bytes:
             raise PlanError(
@@ -79,7 +83,7 @@ class PagePlanner:
 
     def decode_group(self, spans: Sequence[Span], rows: int) -> PageGroup:
         """All decode rows. The width of their scores is a bucket of lengths, so that a captured graph can be kept."""
-        keys = self._bucket(max((span.length for span in spans), default=1))
+        keys = self._bucket(max(self.tokens, 1, *(span.length for span in spans)))
         selects = keys > self.config.index_topk
         return PageGroup(tuple(spans), keys, selects, self._edges(0, rows, keys, selects, False), False)
 
@@ -124,10 +128,11 @@ def paged_rows(
     positions_T: np.ndarray,
     requests: int,
     pools: CachePools,
+    tokens: int = 0,
 ) -> PagedRows[np.ndarray]:
     """Block table, page slots and groups, once the requests own their pages; padding rows have negative positions."""
     page_size = pools.page_size
-    width = table_width(max((span.length for span in spans), default=1), page_size)
+    width = table_width(max(tokens, 1, *(span.length for span in spans)), page_size)
     table_BP = np.zeros((requests, width), np.int32)
     for span in spans:
         table_BP[span.number, : len(span.slots.pages)] = span.slots.pages

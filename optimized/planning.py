@@ -26,16 +26,22 @@ from optimized.step import PagedRows, PlanItem, RingRows, Step, StepPlan
 
 
 def plan_step(
-    items: Sequence[PlanItem], pools: CachePools, limits: StepLimits, rows: int = 0, requests: int = 0
+    items: Sequence[PlanItem],
+    pools: CachePools,
+    limits: StepLimits,
+    rows: int = 0,
+    requests: int = 0,
+    tokens: int = 0,
 ) -> StepPlan:
     """Plan a step of the backbone and grow its requests in `pools`.
 
-    A step without prefill is padded to at least `rows` rows and `requests` requests, the shape of a captured graph.
+    A step without prefill is padded to at least `rows` rows and `requests` requests, the shape of a captured graph;
+    its block table and scores are as wide as for a request of `tokens` tokens, if there is no longer one.
     Raises: PlanError for an item without tokens, two items of one request, prefill in a padded step, or an item or step
     beyond the limits (it says which item, its size, the limit and what to raise); PoolError or CacheError from
     `grow_all`. Nothing has changed then.
     """
-    track, planner = text_track(pools), PagePlanner(pools, limits)
+    track, planner = text_track(pools), PagePlanner(pools, limits, tokens)
     spans, decoded = _spans(items, pools, limits, track, bool(rows or requests))
     for span in spans:
         planner.check_scores(span.item.request, span.length)
@@ -46,7 +52,7 @@ def plan_step(
     pools.grow_all({span.item.request: span.count for span in spans})
     request_T, positions_T = _row_positions(spans, rows)
     requests = max(requests, len(spans), 1)
-    pages = paged_rows(spans, decode, prefill, request_T, positions_T, requests, pools)
+    pages = paged_rows(spans, decode, prefill, request_T, positions_T, requests, pools, tokens)
     ring = ring_rows(spans, windows, request_T, positions_T, decode_rows, pools, track)
     return _step(spans, decode_rows, request_T, positions_T, requests, pages, ring)
 

@@ -73,20 +73,17 @@ class Runner:
         return output
 
     def draft(self, number: int, plan: StepPlan, hidden_TD: Tensor) -> DraftOutput:
-        """Draft step `number` on rows whose hidden states are given; eagerly."""
+        """Draft step `number` on rows whose hidden states are given; eagerly. Padding rows get some."""
         step = self.uploader.upload(plan)
+        if len(plan.positions_T) > len(hidden_TD):
+            hidden_TD = self._buffered(len(plan.positions_T), hidden_TD)
         return self._draft(number, step, hidden_TD, observer(step, "draft"))
 
     def recorded_draft(self, number: int, plan: StepPlan, hidden_TD: Tensor) -> DraftOutput:
         """The same from its recording: the hidden states are copied to a buffer that it reads."""
         assert self.recorder is not None
         rows = len(plan.positions_T)
-        if rows not in self._hidden:
-            shape = (rows, self.text.config.hidden_size)
-            self._hidden[rows] = torch.empty(shape, dtype=hidden_TD.dtype, device=hidden_TD.device)
-        buffer_TD = self._hidden[rows]
-        buffer_TD[len(hidden_TD) :].fill_(self._fill)
-        buffer_TD[: len(hidden_TD)].copy_(hidden_TD)
+        buffer_TD = self._buffered(rows, hidden_TD)
         # Names differ by the number, which only a listener sees.
         seen = number if is_observed() else None
         key = ("draft", rows, plan.length_B.shape, plan.draws is None, seen)
@@ -95,6 +92,16 @@ class Runner:
         if seen is not None:
             probes.show(segments(plan_rows(plan, step), "draft"))
         return output
+
+    def _buffered(self, rows: int, hidden_TD: Tensor) -> Tensor:
+        """The rows in the buffer of that many, which never moves."""
+        if rows not in self._hidden:
+            shape = (rows, self.text.config.hidden_size)
+            self._hidden[rows] = torch.empty(shape, dtype=hidden_TD.dtype, device=hidden_TD.device)
+        buffer_TD = self._hidden[rows]
+        buffer_TD[len(hidden_TD) :].fill_(self._fill)
+        buffer_TD[: len(hidden_TD)].copy_(hidden_TD)
+        return buffer_TD
 
     def _step(self, step: DeviceStep, see: BatchObserver, last_only: bool) -> StepOutput:
         step = self._fed(step, self.chosen_R)
