@@ -1,0 +1,77 @@
+"""A request in company: how far its bytes may move, and the mode in which they do not move at all.
+
+On a GPU the mode is bitwise. On a CPU, in float64, a library's products over more or fewer rows of an expert leave
+their last bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from kernel_checks import DEVICE
+from torch import Tensor
+
+from optimized.engine import DecodeItem, Engine, EngineOptions
+from optimized.errors import NotSupportedError
+from optimized.plan_spans import StepLimits
+from reference.checkpoint import synthetic_tensors
+from reference.config import tiny
+from reference.sampling import Sampling
+from reference.session import DraftItem, StepItem
+
+CONFIG = tiny().text
+IS_CUDA = DEVICE == "cuda"
+DTYPE = torch.bfloat16 if IS_CUDA else torch.float64
+WEIGHTS = {
+    name: tensor.to(torch.promote_types(DTYPE, torch.float32) if name.endswith("correction_bias") else DTYPE)
+    for name, tensor in synthetic_tensors(tiny())
+}
+# A step of 9 rows: the prompts are cut, in company elsewhere than alone.
+OPTIONS = EngineOptions(
+    pages=24, page_size=4, requests=3, max_draft_tokens=2, limits=StepLimits(16, 2**26, 2**22), batch_invariant=True
+)
+
+
+def engine(options: EngineOptions) -> Engine:
+    return Engine.from_state(CONFIG, WEIGHTS, DTYPE, DEVICE, "triton" if IS_CUDA else "torch", options)
+
+
+def history(options: EngineOptions, company: bool) -> list[Tensor]:
+    """Everything that request `a` is given, over prefill in pieces, decode, drafts and verification."""
+    one, found = engine(options), []
+
+    def step(tokens: tuple[int, ...], *others: StepItem) -> None:
+        items = [*others, StepItem("a", tokens, "prefill")] if company else [StepItem("a", tokens, "prefill")]
+        found.append(one.step(items)["a"])
+
+    step(tuple(range(10, 31)), StepItem("b", tuple(range(40, 53)), "prefill"))
+    step((31,), StepItem("b", (53, 54), "verify"), StepItem("c", tuple(range(60, 69)), "prefill"))
+    others = [DraftItem("c", 7, 1), DraftItem("b", 8, 2, sampling=Sampling(0.9))] if company else []
+    found.append(one.drafts([*others, DraftItem("a", 32, 2)])["a"])
+    step((32, 33, 34), StepItem("c", (7,), "decode"))
+    one.truncate("a", 23)
+    step((35, 36), StepItem("b", (9,), "decode"), StepItem("c", (3, 4, 5), "verify"))
+    items = [DecodeItem(name, 20) for name in (("b", "c", "a") if company else ("a",))]
+    found.append(torch.tensor(one.decode(items, 3)["a"]))
+    return found
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_request_has_the_same_bytes_alone_and_in_company(graphs: bool) -> None:
+    options = dataclasses.replace(OPTIONS, graphs=graphs)
+    for alone, together in zip(history(options, False), history(options, True), strict=True):
+        torch.testing.assert_close(alone, together, rtol=0, atol=0 if IS_CUDA else 1e-12)
+
+
+def test_without_the_mode_a_request_moves_by_rounding_only() -> None:
+    options = dataclasses.replace(OPTIONS, batch_invariant=False)
+    for alone, together in zip(history(options, False), history(options, True), strict=True):
+        if alone.is_floating_point():
+            torch.testing.assert_close(alone, together, rtol=0.1 if IS_CUDA else 0, atol=0.1 if IS_CUDA else 1e-12)
+
+
+def test_what_does_not_fit_in_one_step_is_refused_at_once() -> None:
+    with pytest.raises(NotSupportedError, match="batch_invariant: every step takes the 30 rows of 6 requests"):
+        engine(dataclasses.replace(OPTIONS, requests=6, max_draft_tokens=4, limits=StepLimits(29, 2**26, 2**22)))
