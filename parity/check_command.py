@@ -28,7 +28,7 @@ Candidate = Literal["transformers", "optimized"]
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """`workload`: one line in the tower's own form. `device` and `backend` are for the optimized candidate."""
+    """`workload`: one line in the tower's own form. `device`, `backend`, `graphs`: of the optimized candidate."""
 
     tower: Tower = "text"
     candidate: Candidate = "transformers"
@@ -38,6 +38,7 @@ class CheckOptions:
     seed: int = 0
     device: str = "cpu"
     backend: Backend | None = None
+    graphs: bool = False
 
     def command(self) -> str:
         """What repeats it, without what narrows a run down."""
@@ -46,6 +47,7 @@ class CheckOptions:
         if self.candidate == "optimized":
             words += ["--candidate", "optimized", "--device", self.device]
             words += ["--backend", self.backend] if self.backend else []
+            words += ["--graphs"] if self.graphs else []
         return " ".join(words)
 
 
@@ -65,7 +67,15 @@ def _text(
     with synthetic_checkpoint(seed) if options.folder is None else nullcontext(options.folder) as folder:
         if options.candidate == "optimized":
             found, config = check_folder(
-                folder, workloads, levels, options.drawn, seed, options.device, options.backend, progress
+                folder,
+                workloads,
+                levels,
+                options.drawn,
+                seed,
+                options.device,
+                options.backend,
+                progress,
+                options.graphs,
             )
         else:
             found, config = check_against_transformers(folder, workloads, levels, options.drawn, seed, progress)

@@ -170,6 +170,9 @@ def check(
     backend: Annotated[
         Literal["torch", "triton"] | None, typer.Option(help="What its ops take; by itself, see `note-parity doctor`.")
     ] = None,
+    graphs: Annotated[
+        bool, typer.Option("--graphs", help="Decode, verification and drafts of the optimized one from recordings.")
+    ] = False,
     level: Annotated[
         list[str] | None, typer.Option(help="exact, float32 or bfloat16; may be repeated. [all three]")
     ] = None,
@@ -202,7 +205,9 @@ def check(
     if multimodal and tower != "text":
         raise WorkloadError(f"--multimodal is the whole model: leave --tower {tower} out")
     part = "multimodal" if multimodal else tower
-    options = CheckOptions(part, candidate, folder, workload, drawn, seed, device, backend)
+    if graphs and (part, candidate) != ("text", "optimized"):
+        raise WorkloadError("--graphs is for the text of the optimized implementation: add --candidate optimized")
+    options = CheckOptions(part, candidate, folder, workload, drawn, seed, device, backend, graphs)
     with progress_lines() as progress:
         found, report = run_check(options, levels, progress)
     write_reports(report, json, junit, markdown, html)

@@ -8,6 +8,7 @@ bfloat16    Limit: the measured floor.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -64,6 +65,7 @@ def check_folder(
     device: str = "cpu",
     backend: Backend | None = None,
     progress: Callable[[str], None] = lambda line: None,
+    graphs: bool = False,
 ) -> tuple[CheckReport, NoteConfig]:
     """The same on a checkpoint folder, with `drawn` random workloads beside the boundary ones.
 
@@ -74,7 +76,8 @@ def check_folder(
     text = opened.config.text
     if workloads is None:
         workloads = (*boundary_workloads(text), *drawn_workloads(text, drawn, seed))
-    report = check_optimized(opened.config, weights, workloads, levels, device, backend, progress=progress)
+    engine = replace(OPTIONS, graphs=graphs)
+    report = check_optimized(opened.config, weights, workloads, levels, device, backend, engine, progress)
     return report, opened.config
 
 

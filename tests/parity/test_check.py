@@ -192,6 +192,7 @@ def test_a_folder_that_is_no_checkpoint_exits_with_2(
         (("--workload", "d:a t:a5"), "t:a5"),
         (("--drawn", "-1"), "--drawn"),
         (("--drawn", "many"), "--drawn"),
+        (("--graphs",), "--candidate optimized"),
     ],
 )
 def test_wrong_use_exits_with_2(arguments: tuple[str, ...], message: str) -> None:
@@ -199,6 +200,12 @@ def test_wrong_use_exits_with_2(arguments: tuple[str, ...], message: str) -> Non
     assert result.exit_code == EXIT_UNUSABLE
     assert result.stdout == ""
     assert message in result.stderr
+
+
+def test_the_optimized_implementation_through_recordings() -> None:
+    result = check("--candidate", "optimized", "--graphs", "--level", "exact")
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("AGREES  optimized with reference")
 
 
 def test_levels_may_be_repeated_and_are_shown_in_order() -> None:
