@@ -78,7 +78,7 @@ def sparse_attention_triton(
     check_tensor("block_table", block_table_BP, (None, None), torch.int32)
     check_tensor("request", request_T, (T,), torch.int32)
     out_THC = torch.empty(T, H, C, dtype=q_THL.dtype, device=q_THL.device)
-    if takes_pages(q_THL, pool, C, splits):
+    if takes_pages(q_THL, pool, C):
         attend_pages(q_THL, pool, selected_TK, block_table_BP, request_T, out_THC, scale, splits)
         return out_THC
     for start in range(0, T, MOST_TOKENS):

@@ -29,11 +29,14 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 LOWEST = gl.constexpr(-3.0e38) if HAS_TRITON else -3.0e38
 # From base 2 to the natural logarithm.
 LN_2 = gl.constexpr(0.6931471805599453) if HAS_TRITON else 0.6931471805599453
+# Elements in which the place of a row is counted: a 32-bit number then reaches 64 GB, and rows are known to be aligned.
+UNIT = gl.constexpr(16) if HAS_TRITON else 16
 WARPS = 8
 
 __all__ = [
     "LN_2",
     "LOWEST",
+    "UNIT",
     "WARPS",
     "async_copy",
     "barrier",

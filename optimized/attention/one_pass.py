@@ -23,8 +23,8 @@ START_TILES, MERGE_TILES = 1.5, 2.0
 PAGES_C, PAGES_BLOCK_H = 512, 64
 RING_C, RING_BLOCK_H = 1024, 32
 ROPE = 64
-# For fewer tokens two passes are as fast: small tiles reach more multiprocessors.
-FEWEST_PAGES_TOKENS, FEWEST_RING_TOKENS = 16, 48
+# For fewer tokens two passes over a ring are as fast or faster: small tiles reach more multiprocessors.
+FEWEST_RING_TOKENS = 48
 # Vectors of 16 bytes, which Triton infers from strides that are multiples of 16.
 ALIGNED = 16
 
@@ -43,23 +43,23 @@ def has_hopper_kernels(device: torch.device) -> bool:
     return True
 
 
-def takes_pages(q_THL: Tensor, pool: Tensor, C: int, splits: int | None) -> bool:
-    return C == PAGES_C and _fits(q_THL, pool, C, PAGES_BLOCK_H, FEWEST_PAGES_TOKENS, splits)
+def takes_pages(q_THL: Tensor, pool: Tensor, C: int) -> bool:
+    return C == PAGES_C and _fits(q_THL, pool, C, PAGES_BLOCK_H)
 
 
 def takes_ring(q_THL: Tensor, ring_pool: Tensor, C: int, splits: int | None) -> bool:
-    return C == RING_C and _fits(q_THL, ring_pool, C, RING_BLOCK_H, FEWEST_RING_TOKENS, splits)
+    """A given number of parts gives the same bits at every batch size."""
+    is_worth_it = splits is not None or len(q_THL) >= FEWEST_RING_TOKENS
+    return is_worth_it and C == RING_C and _fits(q_THL, ring_pool, C, RING_BLOCK_H)
 
 
-def _fits(q_THL: Tensor, pool: Tensor, C: int, block_H: int, fewest_tokens: int, splits: int | None) -> bool:
-    T, H, L = q_THL.shape
+def _fits(q_THL: Tensor, pool: Tensor, C: int, block_H: int) -> bool:
+    _, H, L = q_THL.shape
     strides = (*q_THL.stride()[:2], *pool.stride()[:2])
     return (
         q_THL.dtype == torch.bfloat16
         and L == C + ROPE
         and H % block_H == 0
-        # A given number of parts gives the same bits at every batch size.
-        and (splits is not None or fewest_tokens <= T)
         and all(stride % ALIGNED == 0 for stride in strides)
         and (q_THL.data_ptr() | pool.data_ptr()) % ALIGNED == 0
         and has_hopper_kernels(q_THL.device)

@@ -283,7 +283,7 @@ def test_one_pass_is_split_by_rounds_of_its_programs() -> None:
 
 def test_one_pass_is_for_compiled_kernels_only() -> None:
     q, pool = torch.zeros(64, 128, 576, dtype=torch.bfloat16), torch.zeros(1, 1, 576, dtype=torch.bfloat16)
-    assert not takes_pages(q, pool, 512, None)
+    assert not takes_pages(q, pool, 512)
     q, pool = torch.zeros(64, 64, 1088, dtype=torch.bfloat16), torch.zeros(1, 1, 1088, dtype=torch.bfloat16)
     assert not takes_ring(q, pool, 1024, None)
 
