@@ -11,9 +11,10 @@ value's dtype. Few tokens are split over the keys, and the parts merged by `comb
 
 Runs for every size and dtype, on every GPU, and interpreted. Source: text_model specification, section 14.
 
-H200, bfloat16, released geometry, replay of a CUDA graph with a cold cache (4.3 µs for one empty kernel), µs at B = 1,
-16, 64, 256: 2048 selected rows 18, 48, 134, 447 (floor 0.7, 12, 46, 185); window of 513 rows 17, 28, 66, 242 (floor
-0.3, 5, 19, 77). Bound by chains of dependent loads at B = 1; above, by the reads of rows and weights by both kernels.
+H200, bfloat16, released geometry, replay of a CUDA graph with a cold cache (4.0 µs for one empty kernel), µs at B = 1,
+16, 64, 256: 2048 selected rows 17, 51, 159, 557 (floor 0.7, 12, 46, 185); window of 513 rows 14, 26, 65, 244 (floor
+0.3, 5, 19, 77). Bound by chains of dependent loads at B = 1; above, by the reads of rows and weights by both kernels:
+at B = 256, 298 and 265 for the selected rows, 131 and 120 for the window. No other tiling of either was faster there.
 """
 
 import math
@@ -195,14 +196,21 @@ def weights_tiling(T: int, H: int, K: int, dtype: torch.dtype) -> tuple[int, int
         return block_H, tile(K, largest=block_K), 64, 8, stages
     if T > 32:
         return block_H, tile(K), 64, 4, 3
-    block_K, block_L, stages = (64, 64, 8) if K > 1024 else (32, 128, 4)
-    return block_H, tile(K, largest=block_K), block_L, 4, stages
+    if K > 1024:
+        return block_H, tile(K, largest=64), 64, 4, 8
+    if T <= 4:
+        # Less of q to read for each multiprocessor: it is longer than the rows of a tile.
+        return tile(H, largest=16), tile(K, largest=32), 128, 4, 4
+    return block_H, tile(K, largest=64), 64, 4, 6
 
 
 def values_tiling(T: int, C: int, block_H: int, block_K: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     """Keys (a part of the first kernel's) and lanes of a tile, warps and pipeline stages of the second kernel."""
     if dtype == torch.float32:
         return min(block_K, 32), tile(C, largest=64), 4, 2
+    if block_H == 16:
+        # So few tokens that lanes and heads alone occupy the multiprocessors: no parts to merge.
+        return min(block_K, 64), tile(C, largest=32), 4, 7
     block_C = tile(C, largest=64 if T <= 32 else 128)
     if block_H == 128:
         return min(block_K, 64), block_C, 8, 7
