@@ -42,7 +42,7 @@ MERGER_EPS = 1e-6
 
 @dataclass(frozen=True)
 class VisionOptions:
-    """`most_patches`: how many patches are in memory at once, with some 45 kB of intermediates each when released.
+    """`most_patches`: how many patches are in memory at once; when released, each has some 40 kB of intermediates.
 
     `fp8_experts`: weights and activations of the experts in 8 bits, which changes the result (see `moe_fp8`).
     """

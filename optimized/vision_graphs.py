@@ -25,7 +25,7 @@ from reference.probe import is_observed
 class RecordedVision:
     """`recorded(pixels_NX)` is `tower(pixels_NX, grids)`, in a tensor that the next call overwrites.
 
-    Costs the memory of one call for as long as it lives: some 45 kB a patch when released. Weights may be replaced in
+    Costs the memory of one call for as long as it lives: some 40 kB a patch when released. Weights may be replaced in
     place. Calls belong on one stream.
     Raises: PlanError for grids that take more than one run, or none.
     """
