@@ -14,6 +14,10 @@ few to fill the device, take more steps of the same kernel: the best k of each p
 stay in the order of position, so ties are settled alike. Where a row sees at most k keys no score is read.
 Counts are integers, and the only atomics `or` distinct bits: same input, same bytes. Columns behind a row's position
 are not read. Source: text_model specification, section 7.2.
+
+Measured on an H200, k = 2048, in a graph with a cold cache: 26 / 30 / 39 / 75 us for 1 / 16 / 64 / 256 rows of 32768
+(29 / 33 / 46 / 95 by bisection alone), 11 for 64 rows of 4096; for all rows of a prompt of 4096 and of 8192 tokens 54
+and 271, for 4096 rows of 16384 scores 456. Few rows are bound by the chain of dependent steps: loads, probes, pieces.
 """
 
 import torch
