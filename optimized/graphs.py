@@ -131,8 +131,9 @@ class Recorder(Generic[Output]):
         self._pool = torch.cuda.graph_pool_handle() if self._is_cuda else None
         self._done = torch.cuda.Event() if self._is_cuda else None
 
-    def __len__(self) -> int:
-        return len(self._recordings)
+    @property
+    def recordings(self) -> tuple[Recording[Output], ...]:
+        return tuple(self._recordings.values())
 
     def run(
         self, key: Hashable, plan: StepPlan, function: Callable[[DeviceStep, BatchObserver], Output]

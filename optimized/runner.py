@@ -59,14 +59,14 @@ class Runner:
     def step(self, plan: StepPlan, last_only: bool = False) -> StepOutput:
         """Eagerly; of a plan that is padded the padding rows' results mean nothing."""
         step = self.uploader.upload(plan)
-        return self._step(step, observer(step), last_only)
+        return self.forward(step, observer(step), last_only)
 
     def recorded_step(self, plan: StepPlan) -> StepOutput:
         """The same of a padded plan from its recording, all rows. Listeners are shown the copies that it keeps."""
         assert self.recorder is not None
         assert plan.pages is not None
         key = ("step", len(plan.positions_T), plan.pages.block_table_BP.shape, plan.draws is None, is_observed())
-        step, probes, output = self.recorder.run(key, plan, lambda step, see: self._step(step, see, False))
+        step, probes, output = self.recorder.run(key, plan, lambda step, see: self.forward(step, see))
         assert isinstance(output, StepOutput)
         if is_observed():
             probes.show(segments(plan_rows(plan, step)))
@@ -103,7 +103,8 @@ class Runner:
         buffer_TD[: len(hidden_TD)].copy_(hidden_TD)
         return buffer_TD
 
-    def _step(self, step: DeviceStep, see: BatchObserver, last_only: bool) -> StepOutput:
+    def forward(self, step: DeviceStep, see: BatchObserver, last_only: bool = False) -> StepOutput:
+        """The backbone over a step on the device: from its tokens, or those it is fed with, to the chosen ones."""
         step = self._fed(step, self.chosen_R)
         normed_TD = self.text.hidden(step, see)
         if last_only and not is_observed():

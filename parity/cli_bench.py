@@ -30,6 +30,12 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Few sizes: 1 and 64 requests, 4k tokens.")] = False,
     only_steps: Annotated[bool, typer.Option("--no-ops", help="Whole steps only.")] = False,
     steps: Annotated[bool, typer.Option(help="Also whole steps of a four-layer slice: 40 GB of weights.")] = True,
+    profile: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="REQUESTS", help="Instead, where a decode step of so many with 4k tokens spends its time."
+        ),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of weights and inputs.")] = 0,
     earlier: Annotated[
         Path | None, _file("from", "Show an earlier run's JSON in place of measuring; needs no GPU.")
@@ -46,6 +52,9 @@ def bench(
     from optimized.bench.json_file import read_json, write_json, write_text
     from optimized.bench.tables import report_lines, verdict_line
 
+    if profile:
+        typer.echo("\n".join(_profiled(profile, seed)))
+        return
     report = read_json(earlier) if earlier else _measured(ops or [], batch or [], quick, only_steps, steps, seed)
     lines = [verdict_line(report), *report_lines(report)]
     if json:
@@ -60,6 +69,20 @@ def bench(
     if not report.timed and not report.red:
         raise typer.Exit(EXIT_UNUSABLE)
     raise typer.Exit(EXIT_DISAGREES if report.red else EXIT_AGREES)
+
+
+def _profiled(batch: int, seed: int) -> list[str]:
+    """Raises: RunnerUnavailable without a GPU."""
+    from optimized.bench.engine_steps import EngineSteps
+    from optimized.bench.machine import obstacle
+    from optimized.bench.profile import profile_lines
+    from optimized.bench.slices import StepShape
+    from parity.runners import RunnerUnavailable
+    from reference.config import released
+
+    if found := obstacle():
+        raise RunnerUnavailable(f"bench: cannot run here: {found}")
+    return profile_lines(EngineSteps(released(), seed).profile(StepShape(batch, 4096)))
 
 
 def _measured(ops: list[str], batches: list[int], quick: bool, only_steps: bool, steps: bool, seed: int) -> BenchReport:

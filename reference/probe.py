@@ -38,6 +38,7 @@ class Listener(Protocol):
 # One process runs one observed model at a time; plain globals keep `probe` traceable by torch.compile.
 _listeners: tuple[Listener, ...] = ()
 _scopes: tuple[str, ...] = ()
+_keeps_scopes = False
 _rows: Rows | None = None
 
 
@@ -52,7 +53,7 @@ def probe(name: str, value: Tensor) -> Tensor:
 
 
 def scoped(name: str) -> str:
-    """`name` with the enclosing scopes before it. Scopes are kept only while somebody listens."""
+    """`name` with the enclosing scopes before it; they are kept while somebody listens, and inside `scopes_kept`."""
     return ".".join((*_scopes, name))
 
 
@@ -62,7 +63,18 @@ def is_observed() -> bool:
 
 def scope(name: str) -> AbstractContextManager[None]:
     """Prefix the names of the probes inside with `name` and a dot."""
-    return _set_scope(name) if _listeners else nullcontext()
+    return _set_scope(name) if _listeners or _keeps_scopes else nullcontext()
+
+
+@contextmanager
+def scopes_kept() -> Iterator[None]:
+    """Inside, `scoped` knows where it is though nobody listens: for a profile of what runs unobserved."""
+    global _keeps_scopes
+    before, _keeps_scopes = _keeps_scopes, True
+    try:
+        yield
+    finally:
+        _keeps_scopes = before
 
 
 @contextmanager

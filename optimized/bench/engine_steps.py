@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from optimized.bench.profile import Spent, profile_step
 from optimized.bench.slices import Steps, StepShape, slice_config
 from optimized.device import Backend
 from optimized.engine import DecodeItem, Engine, EngineOptions
@@ -33,6 +34,10 @@ class EngineSteps:
         self._weights = drawn_weights(self._config, self._device, seed)
 
     def __call__(self, shape: StepShape) -> Steps:
+        engine = self._engine(shape)
+        return self._decode(engine, shape) if shape.batch else self._prefill(engine, shape)
+
+    def _engine(self, shape: StepShape) -> Engine:
         tokens = shape.context + CHAINED
         requests = max(1, shape.batch)
         options = EngineOptions(
@@ -42,8 +47,18 @@ class EngineSteps:
             max_draft_tokens=0,
             graphs=bool(shape.batch) and not shape.eager,
         )
-        engine = Engine.from_packed(self._config, self._weights, torch.bfloat16, self._device, self._backend, options)
-        return self._decode(engine, shape) if shape.batch else self._prefill(engine, shape)
+        return Engine.from_packed(self._config, self._weights, torch.bfloat16, self._device, self._backend, options)
+
+    def profile(self, shape: StepShape) -> list[Spent]:
+        """Where a recorded decode step spends its time. Raises: BenchError as `profile_step`."""
+        engine = self._engine(shape)
+        steps = self._decode(engine, shape)
+        steps.run()
+        recorder = engine.runner.recorder
+        assert recorder is not None
+        recording = recorder.recordings[-1]
+        with torch.no_grad():
+            return profile_step(lambda see: engine.runner.forward(recording.step, see), recording.replay)
 
     def _decode(self, engine: Engine, shape: StepShape) -> Steps:
         for pool in (engine.pools.latents, engine.pools.index_keys, engine.pools.rings):

@@ -100,7 +100,7 @@ def test_c38_one_recording_follows_lengths_across_page_window_and_topk() -> None
             buffer.fill_(0x5A)
     assert recorded.runner.recorder is not None
     # One for each power of two of pages.
-    assert len(recorded.runner.recorder) == 4
+    assert len(recorded.runner.recorder.recordings) == 4
 
 
 def test_recorded_steps_are_as_good_as_unpadded_ones() -> None:
@@ -143,7 +143,7 @@ def test_buffers_never_move() -> None:
 
     def addresses() -> list[int]:
         assert runner.recorder is not None
-        recordings = runner.recorder._recordings.values()
+        recordings = runner.recorder.recordings
         tensors = [runner.chosen_R, runner.drafted_R, *runner._hidden.values()]
         return [t.data_ptr() for r in recordings for t in (r.metadata, r.step.positions_T)] + [
             t.data_ptr() for t in tensors
@@ -239,7 +239,7 @@ def test_a_recording_copies_nothing_for_nobody() -> None:
     one, copies = filled(engine(), {"a": 6}), []
     one.step([StepItem("a", (5,), "decode")])
     assert one.runner.recorder is not None
-    for recording in one.runner.recorder._recordings.values():
+    for recording in one.runner.recorder.recordings:
         recording.probes.show([])
         copies += recording.probes._copies
     assert not copies
