@@ -6,6 +6,7 @@ bfloat16
 """
 
 import dataclasses
+import weakref
 from collections.abc import Callable
 from functools import partial
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from kernel_checks import DEVICE, DTYPES, assert_as_good_as_eager, check_against_twin
 from torch import Tensor
 
+from optimized import vision_weights
 from optimized.bench import peers_vision
 from optimized.bench.case import Inputs
 from optimized.bench.cases import vision as bench
@@ -26,6 +28,8 @@ from optimized.device import choose
 from optimized.errors import KernelInputError, NotSupportedError, PlanError
 from optimized.kernels.common import HAS_TRITON
 from optimized.kernels.vision_heads import norm_rotate_heads_torch_, norm_rotate_heads_triton_
+from optimized.moe import PackedExperts
+from optimized.moe_fp8 import Fp8Experts
 from optimized.vision import VisionOptions, VisionTower
 from optimized.vision_graphs import RecordedVision
 from optimized.vision_plan import upload, vision_runs
@@ -52,6 +56,7 @@ VISION_CONFIG = CONFIG.vision
 WEIGHTS = dict(synthetic_tensors(CONFIG))
 STATE = {name.removeprefix(VISION): tensor for name, tensor in WEIGHTS.items() if name.startswith(VISION)}
 CASES = boundary_cases(VISION_CONFIG)
+IS_EXPLORING = settings.get_current_profile_name() == "explore"
 # For interpreted kernels: two images of other shapes, and one block of each kind.
 SMALL = VisionCase.parse("1x2x2 1x4x2")
 SMALL_TOWER = dataclasses.replace(tiny_vision(), num_hidden_layers=2, experts=(0, 5))
@@ -121,7 +126,7 @@ def towers_and_cases(draw: st.DrawFn) -> tuple[VisionConfig, VisionCase]:
     return vision, draw(vision_cases(vision, max_patches=80))
 
 
-@settings(max_examples=20)
+@settings(max_examples=1000 if IS_EXPLORING else 20)
 @given(towers_and_cases())
 @example((tiny_vision(), VisionCase.parse("1x2x2")))
 @example((tiny_vision(), VisionCase.parse("1x2x2 1x4x2 1x2x4 1x2x2 2x2x6")))
@@ -319,6 +324,21 @@ def test_a_quantized_tower_holds_no_wide_experts() -> None:
     names = unpack_vision(packed)
     assert not any(".experts." in name for name in names)
     assert packed.nbytes > sum(tensor.nbytes for tensor in names.values())
+
+
+def test_wide_experts_are_let_go_one_block_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    stacks: list[weakref.ref[Tensor]] = []
+    held = []
+    quantize = vision_weights.quantize_experts
+
+    def watched(packed: PackedExperts) -> Fp8Experts:
+        held.append(sum(stack() is not None for stack in stacks))
+        stacks.append(weakref.ref(packed.gate_up_EXD))
+        return quantize(packed)
+
+    monkeypatch.setattr(vision_weights, "quantize_experts", watched)
+    quantized_vision(empty_vision(VISION_CONFIG, "cpu", torch.bfloat16))
+    assert held == [0, 0, 0]
 
 
 # The benchmark
