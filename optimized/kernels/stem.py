@@ -13,6 +13,11 @@ rounded up, with each stage.
 The first convolution has one channel: nine lanes, padded to 16 for one product a tile, read from the features as they
 come. What is not valid is not read. Float32 inside, one rounding, of `stem_first` a second one where features become
 activations. Source: audio specification, section 6.
+
+H200, bfloat16, released sizes, 8 full chunks, events and a cold cache, µs: stem_first 762 (1.9 TB/s written; nine
+multiply-adds a value in place of the product 2328), stem_activate_ behind the second convolution 198. The library's
+erf in both took 1684 and 311. The second convolution runs at 680 TFLOP/s over all chunks in one picture, at 620 over a
+batch of them.
 """
 
 from typing import NamedTuple
@@ -30,7 +35,7 @@ from optimized.kernels.gelu import gelu
 STAGES = 3
 TAPS = 3
 # Places and channels of a tile of the first convolution, and warps.
-FIRST_TILING = (32, 128, 4)
+FIRST_TILING = (64, 64, 4)
 
 
 class StemRows(NamedTuple):
