@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -41,6 +42,28 @@ else:
 IS_INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 # The interpreter also drops the low bits of a float32 that becomes a bfloat16, where compiled code rounds.
 TRUNCATES = tl.constexpr(IS_INTERPRETED) if HAS_TRITON else False
+
+
+@triton.jit
+def wait_for_inputs(OVERLAPS: tl.constexpr):
+    """The first thing that a kernel launched with `overlap` does; before it, nothing may be read or written."""
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+
+
+@cache
+def overlap(device: torch.device) -> dict[str, Any]:
+    """Launch options of a kernel that begins with `wait_for_inputs` and takes OVERLAPS.
+
+    From Hopper on it is launched while the kernel in front of it still runs, and waits there until all that this one
+    wrote can be seen (programmatic dependent launch). Inside a graph on an H200: 40 norms of one row in 47 µs instead
+    of 65, 20 norms and 20 products of 52 MB in 313 instead of 339; a decode step of the four-layer slice (least of 20
+    replays) in 1195 / 4292 / 8422 / 11061 µs instead of 1227 / 4307 / 8451 / 11131 at 1 / 16 / 64 / 256 requests.
+    Letting the next kernel in before the end gained nothing further.
+    """
+    if IS_INTERPRETED or device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        return {"OVERLAPS": False}
+    return {"OVERLAPS": True, "launch_pdl": True}
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from optimized.kernels.common import check_tensor, next_power_of_2, round_to, tl, triton
+from optimized.kernels.common import check_tensor, next_power_of_2, overlap, round_to, tl, triton, wait_for_inputs
 from optimized.kernels.embed import clamped_row
 from optimized.kernels.norm import normalized, rms_norm_torch, row_warps
 from optimized.kernels.rotation import RotationLanes, check_rotation, rotation_row, rotation_table_torch
@@ -25,7 +25,9 @@ from optimized.kernels.rotation import RotationLanes, check_rotation, rotation_r
 def _draft_input_kernel(
     table, token_ids, hidden, enorm, hnorm, positions, frequency, is_cosine, out, rotation,
     rows, table_row, hidden_row, width, eps, X, BLOCK_D: tl.constexpr, BLOCK_X: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     lane_D = tl.arange(0, BLOCK_D)
     inside = lane_D < width
@@ -90,6 +92,6 @@ def draft_input_triton(
     _draft_input_kernel[(T, 3)](
         table_WD, token_ids_T, hidden_TD, enorm_D, hnorm_D, positions_T, *lanes, out_T2D, rotation_TX, len(table_WD),
         table_WD.stride(0), hidden_TD.stride(0), D, eps, X, BLOCK_D=next_power_of_2(D), BLOCK_X=next_power_of_2(X),
-        num_warps=row_warps(D),
+        num_warps=row_warps(D), **overlap(table_WD.device),
     )  # fmt: skip
     return out_T2D, rotation_TX

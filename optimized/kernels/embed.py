@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from optimized.kernels.common import check_tensor, next_power_of_2, round_to, tl, triton
+from optimized.kernels.common import check_tensor, next_power_of_2, overlap, round_to, tl, triton, wait_for_inputs
 from optimized.kernels.norm import normalized, rms_norm_torch, row_warps
 from optimized.kernels.rotation import RotationLanes, check_rotation, rotation_row, rotation_table_torch
 
@@ -41,7 +41,9 @@ def clamped_row(table, token_id, rows, table_row):
 def _embed_kernel(
     table, token_ids, weight, positions, frequency, is_cosine, hidden, normed, rotation, rows, table_row, width, eps, X,
     BLOCK_D: tl.constexpr, BLOCK_X: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) == 0:
         lane_D = tl.arange(0, BLOCK_D)
@@ -83,6 +85,6 @@ def embed_triton(
     _embed_kernel[(T, 2)](
         table_WD, token_ids_T, weight_D, positions_T, *lanes, hidden_TD, normed_TD, rotation_TX,
         W, table_WD.stride(0), D, eps, X,
-        BLOCK_D=next_power_of_2(D), BLOCK_X=next_power_of_2(X), num_warps=row_warps(D),
+        BLOCK_D=next_power_of_2(D), BLOCK_X=next_power_of_2(X), num_warps=row_warps(D), **overlap(table_WD.device),
     )  # fmt: skip
     return Embedded(hidden_TD, normed_TD, rotation_TX)

@@ -30,7 +30,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from optimized.errors import KernelInputError
-from optimized.kernels.common import check_tensor, dot, next_power_of_2, round_to, tile, tl, triton, widen
+from optimized.kernels.common import (
+    check_tensor,
+    dot,
+    next_power_of_2,
+    overlap,
+    round_to,
+    tile,
+    tl,
+    triton,
+    wait_for_inputs,
+    widen,
+)
 from optimized.kernels.parts import weighted_parts
 from optimized.kernels.router import add_product, sigmoid
 from optimized.kernels.weight_tiles import weight_rows, weight_tile
@@ -125,7 +136,7 @@ def sort_rows_triton(
     check_tensor("counts", counts_E, (E,), torch.int32)
     _sort_rows_kernel[(E + shared,)](
         ids, counts_E, plan.slot_R, plan.offset_E, plan.tile_3M, T, E, shared, tiles, tile_rows,
-        K=K, BLOCK=block, BINS=next_power_of_2(E + shared + 1), num_warps=warps,
+        K=K, BLOCK=block, BINS=next_power_of_2(E + shared + 1), num_warps=warps, **overlap(device),
     )  # fmt: skip
     return plan
 
@@ -165,7 +176,7 @@ def expert_swiglu_triton(x_TD: Tensor, gate_up_EXD: Tensor, plan: ExpertPlan) ->
         x_TD, weights, act_RF, plan.slot_R, plan.tile_3M, tiles, D, X // 2, plan.slots,
         x_TD.stride(0), gate_up_EXD.stride(1), DESCRIBED=is_described,
         BLOCK_R=plan.tile_rows, BLOCK_F=block_f, BLOCK_D=block_d, WIDEN=widen(x_TD.dtype),
-        num_warps=warps, num_stages=stages,
+        num_warps=warps, num_stages=stages, **overlap(x_TD.device),
     )  # fmt: skip
     return act_RF
 
@@ -198,7 +209,7 @@ def expert_down_triton(act_RF: Tensor, down_EDF: Tensor, plan: ExpertPlan) -> Te
         act_RF, weights, rows_TSD, plan.slot_R, plan.tile_3M, tiles, D, width,
         act_RF.stride(0), down_EDF.stride(1), DESCRIBED=is_described,
         BLOCK_R=plan.tile_rows, BLOCK_D=block_d, BLOCK_F=block_f, WIDEN=widen(act_RF.dtype),
-        num_warps=warps, num_stages=stages,
+        num_warps=warps, num_stages=stages, **overlap(act_RF.device),
     )  # fmt: skip
     return rows_TSD
 
@@ -274,8 +285,10 @@ def _count_rows_kernel(ids, counts, rows, BLOCK: tl.constexpr):
 def _sort_rows_kernel(
     ids, counted, slot_out, offset_out, tile_out, T, E, shared, tiles, tile_rows,
     K: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One expert: counts the rows and tiles before its own, then writes its offset, tiles and rows in order."""
+    wait_for_inputs(OVERLAPS)
     expert = tl.program_id(0)
     bins = tl.arange(0, BINS)
     lanes = tl.arange(0, BLOCK)
@@ -330,8 +343,10 @@ def _add(a, b, sums, WIDEN: tl.constexpr):
 def _swiglu_kernel(
     x, gate_up, act, slot_of_row, tile_map, tiles, D, F, slots, x_stride, weight_stride,
     DESCRIBED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_D: tl.constexpr, WIDEN: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """act[row, f] = silu(gate[f] · x) (up[f] · x), x of the row's token."""
+    wait_for_inputs(OVERLAPS)
     f_blocks = tl.cdiv(F, BLOCK_F)
     tile_index = tl.program_id(0) // f_blocks
     expert = tl.load(tile_map + tile_index)
@@ -383,8 +398,10 @@ def _swiglu_tile(
 def _down_kernel(
     act, down, out, slot_of_row, tile_map, tiles, D, F, act_stride, weight_stride,
     DESCRIBED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_F: tl.constexpr, WIDEN: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """out[slot of the row, d] = down[d] · act[row]."""
+    wait_for_inputs(OVERLAPS)
     d_blocks = tl.cdiv(D, BLOCK_D)
     tile_index = tl.program_id(0) // d_blocks
     expert = tl.load(tile_map + tile_index)

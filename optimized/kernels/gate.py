@@ -17,7 +17,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from optimized.kernels.common import check_tensor, dot, next_power_of_2, round_to, tile, tl, triton, widen
+from optimized.kernels.common import (
+    check_tensor,
+    dot,
+    next_power_of_2,
+    overlap,
+    round_to,
+    tile,
+    tl,
+    triton,
+    wait_for_inputs,
+    widen,
+)
 
 # T tokens  H heads  C kv latent  V value dim
 
@@ -33,7 +44,9 @@ def _sigmoid(x):
 def _unabsorb_gate_kernel(
     o_latent, weight, gate, gated, core, gates, T, C, V, H, o_token, o_head, weight_head, weight_row, gate_token,
     BLOCK_T: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr, WIDEN: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(OVERLAPS)
     head = tl.program_id(2).to(tl.int64)
     token_T = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     lane_V = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -158,6 +171,6 @@ def unabsorb_gate_triton(
         o_latent_THC, w_uv_HVC, gate_TH, gated, core_THV, gates, T, C, V, H,
         *o_latent_THC.stride()[:2], *w_uv_HVC.stride()[:2], gate_TH.stride(0),
         BLOCK_T=tiles.tokens, BLOCK_V=tiles.values, BLOCK_C=tiles.latents, WIDEN=widen(dtype),
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        num_warps=tiles.warps, num_stages=tiles.stages, **overlap(device),
     )  # fmt: skip
     return gated, core_THV, gates

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from optimized.errors import KernelInputError
-from optimized.kernels.common import check_tensor, next_power_of_2, round_to, tile, tl, triton
+from optimized.kernels.common import check_tensor, next_power_of_2, overlap, round_to, tile, tl, triton, wait_for_inputs
 from optimized.kernels.norm import normalized, rms_norm_torch
 from optimized.kernels.parts import sum_of_parts, whole
 from optimized.kernels.queries import angle_parts, rotate_torch, rotated
@@ -188,7 +188,9 @@ def _write_latents_kernel(
     HEADS: tl.constexpr, LATENT_AT: tl.constexpr, GATE_AT: tl.constexpr, INDEX_AT: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_J: tl.constexpr, BLOCK_I: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     a += token * a_row
@@ -362,7 +364,7 @@ def write_latents_triton(
         S=S, Q=Q, C=C, R=R, J=J, INDEX_HEADS=heads, HEADS=layout.gate,
         LATENT_AT=layout.latent_at, GATE_AT=layout.gate_at, INDEX_AT=layout.index_key_at,
         BLOCK_Q=next_power_of_2(Q), BLOCK_C=next_power_of_2(C), BLOCK_R=tile(R), BLOCK_J=next_power_of_2(max(2, J)),
-        BLOCK_I=next_power_of_2(heads), BLOCK_H=next_power_of_2(layout.gate), num_warps=4,
+        BLOCK_I=next_power_of_2(heads), BLOCK_H=next_power_of_2(layout.gate), num_warps=4, **overlap(a_STX.device),
     )  # fmt: skip
     return new
 

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from optimized.errors import KernelInputError
-from optimized.kernels.common import check_tensor, dot, round_to, tile, tl, triton, widen
+from optimized.kernels.common import check_tensor, dot, overlap, round_to, tile, tl, triton, wait_for_inputs, widen
 from optimized.kernels.swiglu import activated, swiglu_torch, swiglu_triton
 from optimized.kernels.weight_tiles import weight_rows, weight_tile
 
@@ -77,8 +77,11 @@ def _row_sums(x, weight_rows_X, inside_X, start, stop, BLOCK_X: tl.constexpr, BL
 
 
 @triton.jit
-def _row_kernel(x, weight, out, X, Y, depth, weight_stride, BLOCK_X: tl.constexpr, BLOCK_Y: tl.constexpr):
+def _row_kernel(
+    x, weight, out, X, Y, depth, weight_stride, BLOCK_X: tl.constexpr, BLOCK_Y: tl.constexpr, OVERLAPS: tl.constexpr
+):
     """out[slice, x] of one row."""
+    wait_for_inputs(OVERLAPS)
     row_X = tl.program_id(0) * BLOCK_X + tl.arange(0, BLOCK_X)
     start = tl.program_id(1) * depth
     rows_X = weight + row_X.to(tl.int64) * weight_stride
@@ -87,8 +90,11 @@ def _row_kernel(x, weight, out, X, Y, depth, weight_stride, BLOCK_X: tl.constexp
 
 
 @triton.jit
-def _row_swiglu_kernel(x, weight, out, width, Y, weight_stride, BLOCK_F: tl.constexpr, BLOCK_Y: tl.constexpr):
+def _row_swiglu_kernel(
+    x, weight, out, width, Y, weight_stride, BLOCK_F: tl.constexpr, BLOCK_Y: tl.constexpr, OVERLAPS: tl.constexpr
+):
     """out[f] of one row; gate and up rows of a lane are neighbours in the block."""
+    wait_for_inputs(OVERLAPS)
     pair_X = tl.arange(0, 2 * BLOCK_F)
     lane_X = tl.program_id(0) * BLOCK_F + pair_X // 2
     rows_X = weight + (lane_X + pair_X % 2 * width).to(tl.int64) * weight_stride
@@ -102,8 +108,10 @@ def _row_swiglu_kernel(x, weight, out, width, Y, weight_stride, BLOCK_F: tl.cons
 def _tile_kernel(
     x, weight, out, T, X, Y, depth, x_stride, weight_stride,
     DESCRIBED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_X: tl.constexpr, BLOCK_Y: tl.constexpr, WIDEN: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """out[slice, t, x]."""
+    wait_for_inputs(OVERLAPS)
     token_T = tl.arange(0, BLOCK_T)
     lane_Y = tl.arange(0, BLOCK_Y)
     first_x = tl.program_id(0) * BLOCK_X
@@ -125,8 +133,10 @@ def _tile_kernel(
 def _tile_swiglu_kernel(
     x, weight, out, T, width, Y, x_stride, weight_stride,
     DESCRIBED: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_Y: tl.constexpr, WIDEN: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """out[t, f]."""
+    wait_for_inputs(OVERLAPS)
     token_T = tl.arange(0, BLOCK_T)
     lane_Y = tl.arange(0, BLOCK_Y)
     first_f = tl.program_id(0) * BLOCK_F
@@ -196,14 +206,14 @@ def product_swiglu_triton(x_TY: Tensor, gate_up_XY: Tensor) -> Tensor:
     if T == 1:
         _row_swiglu_kernel[grid](
             x_TY, gate_up_XY, out_TF, width, Y, gate_up_XY.stride(0), BLOCK_F=lanes, BLOCK_Y=cut.depth,
-            num_warps=cut.warps, num_stages=cut.stages,
+            num_warps=cut.warps, num_stages=cut.stages, **overlap(x_TY.device),
         )  # fmt: skip
         return out_TF
     weight, is_described = weight_rows("gate and up weights", gate_up_XY, lanes, cut.depth)
     _tile_swiglu_kernel[grid](
         x_TY, weight, out_TF, T, width, Y, x_TY.stride(0), gate_up_XY.stride(0), DESCRIBED=is_described,
         BLOCK_T=tile(T), BLOCK_F=lanes, BLOCK_Y=cut.depth, WIDEN=widen(x_TY.dtype),
-        num_warps=cut.warps, num_stages=cut.stages,
+        num_warps=cut.warps, num_stages=cut.stages, **overlap(x_TY.device),
     )  # fmt: skip
     return out_TF
 
@@ -219,14 +229,14 @@ def _cut_product(x_TY: Tensor, weight_XY: Tensor, cut: Cut) -> Tensor:
     if T == 1:
         _row_kernel[grid](
             x_TY, weight_XY, out_STX, X, Y, depth, weight_XY.stride(0), BLOCK_X=cut.outputs, BLOCK_Y=cut.depth,
-            num_warps=cut.warps, num_stages=cut.stages,
+            num_warps=cut.warps, num_stages=cut.stages, **overlap(x_TY.device),
         )  # fmt: skip
         return out_STX
     weight, is_described = weight_rows("weight", weight_XY, cut.outputs, cut.depth)
     _tile_kernel[grid](
         x_TY, weight, out_STX, T, X, Y, depth, x_TY.stride(0), weight_XY.stride(0), DESCRIBED=is_described,
         BLOCK_T=tile(T), BLOCK_X=cut.outputs, BLOCK_Y=cut.depth, WIDEN=widen(x_TY.dtype),
-        num_warps=cut.warps, num_stages=cut.stages,
+        num_warps=cut.warps, num_stages=cut.stages, **overlap(x_TY.device),
     )  # fmt: skip
     return out_STX
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from optimized.errors import KernelInputError
-from optimized.kernels.common import check_tensor, dot, round_to, tile, tl, triton, widen
+from optimized.kernels.common import check_tensor, dot, overlap, round_to, tile, tl, triton, wait_for_inputs, widen
 
 # T tokens  H heads  N nope dim  R rope dim  X = N + R  C kv latent  L = C + R  I index heads  J index head dim
 # P = R/2 pairs
@@ -120,7 +120,9 @@ def _absorb_kernel(
     q, weight, cos_sin, out, index_query, T, H, N, C, R, index_heads, q_token, q_head, weight_head, weight_row,
     cos_sin_row, out_token, out_head, index_token, index_head,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, WIDEN: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    wait_for_inputs(OVERLAPS)
     head = tl.program_id(2).to(tl.int64)
     token_T = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     if head < H:
@@ -232,7 +234,7 @@ def absorb_queries_triton(
         *q_THX.stride()[:2], *w_uk_HNC.stride()[:2],
         0 if cos_sin_TR is None else cos_sin_TR.stride(0), *out_THL.stride()[:2], index_token, index_head,
         BLOCK_T=tiles.tokens, BLOCK_C=tiles.latents, BLOCK_N=tiles.nope, BLOCK_R=tile(R), WIDEN=widen(q_THX.dtype),
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        num_warps=tiles.warps, num_stages=tiles.stages, **overlap(q_THX.device),
     )  # fmt: skip
     return out_THL
 

@@ -25,7 +25,17 @@ import torch
 from torch import Tensor
 
 from optimized.errors import KernelInputError
-from optimized.kernels.common import check_tensor, dot, next_power_of_2, tile, tl, triton, widen
+from optimized.kernels.common import (
+    check_tensor,
+    dot,
+    next_power_of_2,
+    overlap,
+    tile,
+    tl,
+    triton,
+    wait_for_inputs,
+    widen,
+)
 
 # T tokens  D model  E experts  K chosen experts
 
@@ -95,27 +105,19 @@ def route_triton(
     grid = (len(partial_STE), triton.cdiv(E, block_e), triton.cdiv(T, block_t))
     if T == 1:
         _partial_logits_of_one_kernel[grid[:2]](
-            x_TD,
-            weight_ED,
-            partial_STE,
-            counts_E,
-            E,
-            D,
-            weight_ED.stride(0),
-            BLOCK_E=block_e,
-            BLOCK_D=depth,
-            num_warps=4,
-        )
+            x_TD, weight_ED, partial_STE, counts_E, E, D, weight_ED.stride(0),
+            BLOCK_E=block_e, BLOCK_D=depth, num_warps=4, **overlap(x_TD.device),
+        )  # fmt: skip
     else:
         _partial_logits_kernel[grid](
             x_TD, weight_ED, partial_STE, counts_E, T, E, D, x_TD.stride(0), weight_ED.stride(0),
             DEPTH=depth, BLOCK_T=block_t, BLOCK_E=block_e, BLOCK_D=block_d, WIDEN=widen(x_TD.dtype),
-            num_warps=4, num_stages=3,
+            num_warps=4, num_stages=3, **overlap(x_TD.device),
         )  # fmt: skip
     _choose_kernel[(T,)](
         partial_STE, bias_E, ids_TK, weights_TK, counts_E, logits_TE, scores_TE, choice_TE, T, E, scaling,
         SLICES=len(partial_STE), K=k, NORMALIZE=normalize, OBSERVE=observe,
-        BLOCK_E=next_power_of_2(E), BLOCK_K=next_power_of_2(k), num_warps=1,
+        BLOCK_E=next_power_of_2(E), BLOCK_K=next_power_of_2(k), num_warps=1, **overlap(x_TD.device),
     )  # fmt: skip
     return routes
 
@@ -160,9 +162,11 @@ def add_product(a, b, sums, WIDEN: tl.constexpr):
 
 @triton.jit
 def _partial_logits_of_one_kernel(
-    x, weight, partial, counts, E, D, weight_stride, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr
-):
+    x, weight, partial, counts, E, D, weight_stride,
+    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, OVERLAPS: tl.constexpr,
+):  # fmt: skip
     """partial[slice, e] = Σ over the slice of D of x[d] weight[e, d]: one token is no work for a tensor core."""
+    wait_for_inputs(OVERLAPS)
     d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     a = tl.load(x + d, mask=d < D, other=0.0).to(tl.float32)
@@ -177,8 +181,10 @@ def _partial_logits_of_one_kernel(
 def _partial_logits_kernel(
     x, weight, partial, counts, T, E, D, x_stride, weight_stride,
     DEPTH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, WIDEN: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """partial[slice, t, e] = Σ over the slice of D of x[t, d] weight[e, d]."""
+    wait_for_inputs(OVERLAPS)
     piece = tl.program_id(0)
     e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     t = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -201,8 +207,10 @@ def _choose_kernel(
     partial, bias, ids, weights, counts, logits_out, scores_out, choice_out, T, E, scaling,
     SLICES: tl.constexpr, K: tl.constexpr, NORMALIZE: tl.constexpr, OBSERVE: tl.constexpr,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """One token: adds its partial logits, chooses K experts, weighs and counts them."""
+    wait_for_inputs(OVERLAPS)
     t = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK_E)
     logits = tl.zeros([BLOCK_E], tl.float32)
