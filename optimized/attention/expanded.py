@@ -15,7 +15,10 @@ written. Source: text_model specification, sections 8, 9 and 15.
 
 H200, bfloat16, released geometry, one prompt, replay of a CUDA graph with a cold cache, µs: sliding layers 337 at 4096
 tokens, 1331 at 16384 (floor 123, 515); full layers at 4096 tokens 1481, with a random selection of 2048 keys 1980
-(floor 870). Bound by the softmax, which the products wait for, and by the reads of keys and values from the cache.
+(floor 870). Bound by the softmax, which the products wait for: both warpgroups make their scores at the same time, and
+then their weights. Without effect, 2026-11-29, full layers at 4096 tokens, dense and selected, beside 1576 and 2148 in
+that run: a loop of its own for whole tiles (1654, 2149), tiles fetched by descriptors made in the kernel, of 64 keys
+(1553, 2143) and of 128 with half the instructions a key (1805, 2075); for sliding layers descriptors took 500.
 """
 
 import math

@@ -59,8 +59,13 @@ def check(spans: list[tuple[int, int]], dtype: torch.dtype) -> None:
     for options in ({}, runs):
         check_against_twin(fresh(index_scores_triton, S, **options), fresh(index_scores_torch, S), *inputs)
     scores_TS = fresh(index_scores_triton, S, **runs)(*inputs)
+    # As the model does it: rows that take every key that they see are not scored.
+    needed_TS = fresh(index_scores_triton, S, unscored=TOPK, **runs)(*inputs)
+    assert needed_TS[inputs[-1] < TOPK].isnan().all()
     for kernel, twin in ((select_keys_triton, select_keys_torch), (select_bits_triton, select_bits_torch)):
-        assert torch.equal(kernel(scores_TS, inputs[-1], TOPK), twin(scores_TS, inputs[-1], TOPK))
+        expected = twin(scores_TS, inputs[-1], TOPK)
+        assert torch.equal(kernel(scores_TS, inputs[-1], TOPK), expected)
+        assert torch.equal(kernel(needed_TS, inputs[-1], TOPK), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -81,12 +86,16 @@ def test_prefill(spans):
 
 @pytest.mark.parametrize("S", [2048, 2049, 4096, 16384, 32768, 32769, 131072, 524288])
 def test_selection_at_every_length(S):
-    """Random, coarse (many ties) and constant rows; full, cut and padding rows; NaN behind each."""
+    """Random, coarse (many ties), constant, heavy-tailed and clustered rows; full, cut and padding ones; NaN behind."""
     generator = torch.Generator("cuda").manual_seed(S)
-    scores_TS = torch.randn(7, S, device="cuda", generator=generator)
+    scores_TS = torch.randn(10, S, device="cuda", generator=generator)
     scores_TS[2:4] = (scores_TS[2:4] * 8).round() / 8
     scores_TS[4] = 0.0
-    positions_T = torch.tensor([S - 1, S // 2, S - 1, S - 70, S - 1, 2047, -1], dtype=torch.int32, device="cuda")
+    scores_TS[7] = (9 * scores_TS[7]).exp()
+    scores_TS[8] = scores_TS[8] * 1e-6 + torch.where(scores_TS[8] > 1.2, 1e6, -1e6)
+    scores_TS[9, 5] = 1e30
+    positions = [S - 1, S // 2, S - 1, S - 70, S - 1, 2047, -1, S - 1, S - 1, S - 1]
+    positions_T = torch.tensor(positions, dtype=torch.int32, device="cuda")
     scores_TS.masked_fill_(torch.arange(S, device="cuda") > positions_T[:, None], NAN)
     for kernel, twin in ((select_keys_triton, select_keys_torch), (select_bits_triton, select_bits_torch)):
         out = kernel(scores_TS, positions_T, TOPK)
