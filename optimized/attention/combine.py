@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from optimized.errors import KernelInputError
-from optimized.kernels.common import check_tensor, next_power_of_2, round_to, tl, triton
+from optimized.kernels.common import check_tensor, next_power_of_2, overlap, round_to, tl, triton, wait_for_inputs
 
 # P parts  T query tokens  H heads  C lanes of an output row
 
@@ -33,7 +33,9 @@ def _merge_parts_kernel(
     lse_head,
     BLOCK_P: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
+    wait_for_inputs(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     token, head = row // H, row % H
     part = tl.arange(0, BLOCK_P).to(tl.int64)
@@ -101,5 +103,6 @@ def merge_parts_triton(parts_PTHC: Tensor, lse_PTH: Tensor, out: Tensor | None =
         *lse_PTH.stride(),
         BLOCK_P=block_P,
         BLOCK_C=block_C,
+        **overlap(parts_PTHC.device),
     )
     return merged_THC, lse_TH

@@ -23,7 +23,17 @@ import torch
 from torch import Tensor
 
 from optimized.attention.combine import merge_parts_triton
-from optimized.kernels.common import dot, next_power_of_2, round_to, tile, tl, triton, widen
+from optimized.kernels.common import (
+    dot,
+    next_power_of_2,
+    overlap,
+    round_to,
+    tile,
+    tl,
+    triton,
+    wait_for_inputs,
+    widen,
+)
 
 # T query tokens  H heads  C kv latent  R rope dim  L row [C | R]  K keys of a token  B requests  P pages of a request
 
@@ -60,12 +70,14 @@ def _weights_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_L: tl.constexpr,
     WIDEN: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """Writes offsets of rows [T, tiles * BLOCK_K], weights [T, H, tiles * BLOCK_K], exponents and sums [T, H, tiles].
 
     Offsets are in units of UNIT elements, -1 for no key. `group` is the request of a token in the paged pool, its ring
     in the other; a block is a page or a ring.
     """
+    wait_for_inputs(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(2) * BLOCK_H + tl.arange(0, BLOCK_H)
     is_head = head < H
@@ -128,8 +140,10 @@ def _values_kernel(
     UNIT: tl.constexpr,
     IS_PART: tl.constexpr,
     WIDEN: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """out [T, H, C]; with IS_PART that of each part [parts, T, H, C] and lse [parts, T, H], natural."""
+    wait_for_inputs(OVERLAPS)
     # Tokens in reverse: the rows that the first kernel read last are still in the cache.
     token = (tl.num_programs(1) - 1 - tl.program_id(1)).to(tl.int64)
     lane = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -277,6 +291,7 @@ def attend_in_two_passes(
         WIDEN=widen(q_THL.dtype),
         num_warps=warps,
         num_stages=stages,
+        **overlap(q_THL.device),
     )
     block_S, block_C, warps, stages = values_tiling(T, C, block_H, block_K, q_THL.dtype)
     lane_blocks = triton.cdiv(C, block_C)
@@ -309,6 +324,7 @@ def attend_in_two_passes(
         WIDEN=widen(q_THL.dtype),
         num_warps=warps,
         num_stages=stages,
+        **overlap(q_THL.device),
     )
     if lse_PTH is not None:
         merge_parts_triton(out, lse_PTH, out=out_THC)
