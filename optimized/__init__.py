@@ -7,6 +7,7 @@ weights    the state dict in packed storage             cache                  p
 planning   a ragged step from lengths alone             step                   its metadata, and the one upload
 text, mtp  the layers over one step                     engine                 many requests, drafts
 vision     the towers over many images and frames,      audio                  and over many clips
+model      requests that begin with media              given_rows             embeddings in the place of ids
 bench/     every op and whole steps beside floors and peers
 """
 

@@ -19,7 +19,7 @@ from optimized.cache import CachePools
 from optimized.device import Backend, choose
 from optimized.drafting import Drafting, RequestState, draft_shape
 from optimized.draws import choose_in_nucleus, plan_draws
-from optimized.errors import NotSupportedError
+from optimized.given_rows import GivenRows
 from optimized.graphs import Shape, one_shape, shape_of
 from optimized.hidden_rows import HiddenRows
 from optimized.plan_spans import StepLimits
@@ -152,9 +152,11 @@ class Engine:
     def step(self, items: Sequence[StepItem], last_only: bool = False) -> dict[str, Tensor]:
         """Append each item's tokens to its request. Returns logits [T, W] of its new rows, or [1, W] of the last one.
 
-        New requests are opened. Raises: see the class; CacheError for two items of one request or one without tokens.
+        New requests are opened. Raises: see the class; CacheError for two items of one request, one without tokens, or
+        embeddings of another shape or dtype.
         """
         self._check(items)
+        given = GivenRows(items, self.text.weights.embeddings_WD)
         lengths = {item.request: self.length(item.request) for item in items if item.request in self._requests}
         logits: dict[str, list[Tensor]] = {item.request: [] for item in items}
         try:
@@ -162,9 +164,8 @@ class Engine:
                 if request not in lengths:
                     self.pools.open(request)
                     self._requests[request] = RequestState()
-            planned = [PlanItem(item.request, tuple(item.token_ids), item.kind) for item in items]
-            for part in self._parts(planned):
-                for request, logits_TW in self._run(part, last_only).items():
+            for part in self._parts([given.planned(item) for item in items]):
+                for request, logits_TW in self._run(part, last_only, given).items():
                     logits[request].append(logits_TW)
             if is_observed():
                 self._show_cache(items)
@@ -310,10 +311,10 @@ class Engine:
         alone = [[item] for item in items if len(item.token_ids) > self._most_decoded]
         return [part for group in (decoding, *alone) if group for part in split_step(group, self.pools, limits)]
 
-    def _run(self, items: Sequence[PlanItem], last_only: bool) -> dict[str, Tensor]:
+    def _run(self, items: Sequence[PlanItem], last_only: bool, given: GivenRows) -> dict[str, Tensor]:
         # The order of a plan's rows: what decodes, then what prefills.
         items = sorted(items, key=lambda item: len(item.token_ids) > self._most_decoded)
-        output = self._forward(items, last_only=last_only)
+        output = self._forward(items, last_only=last_only, embeddings_TD=given.next(items))
         ends = list(accumulate(len(item.token_ids) for item in items))
         spans = {item.request: slice(end - len(item.token_ids), end) for item, end in zip(items, ends, strict=True)}
         self._keep_hidden(spans, output)
@@ -328,19 +329,24 @@ class Engine:
         items: Sequence[PlanItem],
         draws: tuple[Sequence[Sampling], Sequence[int], Sequence[int]] | None = None,
         last_only: bool = False,
+        embeddings_TD: Tensor | None = None,
     ) -> StepOutput:
-        """One step of items in row order, from a recording where there is one for their shape; nothing is padded."""
+        """One step of items in row order, from a recording where there is one for their shape; nothing is padded.
+
+        With `embeddings_TD` in place of the table's rows it runs eagerly.
+        """
         counts, limits = [len(item.token_ids) for item in items], self.options.limits
-        shape = None
+        shape, is_recorded = None, self.options.graphs and embeddings_TD is None
         if max(counts) <= self._most_decoded:
-            shape = self._shape or (shape_of(counts, limits.max_tokens) if self.options.graphs else None)
+            shape = self._shape or (shape_of(counts, limits.max_tokens) if is_recorded else None)
         if shape is None:
             plan = plan_step(items, self.pools, limits)
-            return self.runner.step(dataclasses.replace(plan, draws=draws and plan_draws(*draws)), last_only)
+            plan = dataclasses.replace(plan, draws=draws and plan_draws(*draws))
+            return self.runner.step(plan, last_only, embeddings_TD)
         plan = plan_step(items, self.pools, limits, shape.rows, shape.requests, shape.tokens)
         plan = dataclasses.replace(plan, draws=draws and plan_draws(*draws, shape.rows, shape.rows))
-        run = self.runner.recorded_step if self.options.graphs else self.runner.step
-        output, rows = run(plan), sum(counts)
+        output = self.runner.recorded_step(plan) if is_recorded else self.runner.step(plan, False, embeddings_TD)
+        rows = sum(counts)
         normed_TD, logits_TW = output.normed_TD[:rows], output.logits_TW[:rows]
         if last_only and rows > len(items):
             logits_TW = torch.stack([logits_TW[end - 1] for end in accumulate(counts)])
@@ -410,12 +416,8 @@ class Engine:
                     f"request {item.request!r}: a step takes one item with at least one token for each request"
                 )
             seen.add(item.request)
-            if item.embeddings_TD is not None:
-                raise NotSupportedError(
-                    f"request {item.request!r} brings embeddings of its own, which this engine does not take yet: step "
-                    f"token ids alone, or use the reference's session"
-                )
-            self._check_ids(item.request, item.token_ids)
+            if item.embeddings_TD is None:
+                self._check_ids(item.request, item.token_ids)
 
     def _check_decode(self, items: Sequence[DecodeItem], count: int) -> None:
         names = [item.request for item in items]

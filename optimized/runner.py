@@ -56,10 +56,13 @@ class Runner:
             Recorder(self.uploader, (self.chosen_R, self.drafted_R)) if graphs else None
         )
 
-    def step(self, plan: StepPlan, last_only: bool = False) -> StepOutput:
-        """Eagerly; of a plan that is padded the padding rows' results mean nothing."""
+    def step(self, plan: StepPlan, last_only: bool = False, embeddings_TD: Tensor | None = None) -> StepOutput:
+        """Eagerly; of a plan that is padded the padding rows' results mean nothing.
+
+        `embeddings_TD`, of all rows but padding, stand for what the table has for their ids.
+        """
         step = self.uploader.upload(plan)
-        return self.forward(step, observer(step), last_only)
+        return self.forward(step, observer(step), last_only, embeddings_TD)
 
     def recorded_step(self, plan: StepPlan) -> StepOutput:
         """The same of a padded plan from its recording, all rows. Listeners are shown the copies that it keeps."""
@@ -103,10 +106,12 @@ class Runner:
         buffer_TD[: len(hidden_TD)].copy_(hidden_TD)
         return buffer_TD
 
-    def forward(self, step: DeviceStep, see: BatchObserver, last_only: bool = False) -> StepOutput:
+    def forward(
+        self, step: DeviceStep, see: BatchObserver, last_only: bool = False, embeddings_TD: Tensor | None = None
+    ) -> StepOutput:
         """The backbone over a step on the device: from its tokens, or those it is fed with, to the chosen ones."""
         step = self._fed(step, self.chosen_R)
-        normed_TD = self.text.hidden(step, see)
+        normed_TD = self.text.hidden(step, see, embeddings_TD)
         if last_only and not is_observed():
             logits_TW = self.text.logits(normed_TD[last_rows(step)])
         else:

@@ -8,6 +8,7 @@ Source: text_model specification, sections 1, 11 and 12.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from optimized.attention.front import LayerContext
@@ -34,15 +35,21 @@ class Text:
         self.config, self.weights, self.pools, self.ops = config, weights, pools, ops
         self.rope = RopeTables(config, pools.device)
 
-    def hidden(self, step: DeviceStep, see: BatchObserver) -> Tensor:
-        """The step's rows through all layers; returns the state after the final norm, [T, D]."""
+    def hidden(self, step: DeviceStep, see: BatchObserver, embeddings_TD: Tensor | None = None) -> Tensor:
+        """The step's rows through all layers; returns the state after the final norm, [T, D].
+
+        `embeddings_TD`, of the first rows, stand for what the table has for their ids.
+        """
         eps, weights = self.config.rms_norm_eps, self.weights
         first_norm_D = weights.layers[0].input_norm_D
         embedded = self.ops.embed(
             weights.embeddings_WD, step.token_ids_T, first_norm_D, eps, step.positions_T, self.rope.lanes
         )
         rotation, normed_TD = self.rope.of(embedded.rotation_TX), embedded.normed_TD
-        hidden_TD = see("embeddings", embedded.hidden_TD)
+        hidden_TD = embedded.hidden_TD
+        if embeddings_TD is not None:
+            hidden_TD = torch.cat((embeddings_TD, hidden_TD[len(embeddings_TD) :]))
+        hidden_TD = see("embeddings", hidden_TD)
         if hidden_TD is not embedded.hidden_TD:
             normed_TD = self.ops.rms_norm(hidden_TD, first_norm_D, eps)
         delta: Parts | None = None

@@ -189,10 +189,3 @@ def test_no_replacement_is_ignored() -> None:
 def test_other_numerics_are_refused() -> None:
     with pytest.raises(NotSupportedError, match="numerics"):
         Engine.from_state(CONFIG.text, WEIGHTS, device="cpu", numerics=Numerics.preset("vllm"))
-
-
-def test_embeddings_in_place_of_ids_are_refused_not_ignored() -> None:
-    one, rows = engine(), torch.zeros(2, CONFIG.text.hidden_size, dtype=torch.float64)
-    with pytest.raises(NotSupportedError, match="embeddings"):
-        one.step([StepItem("a", (1, 2), "prefill", rows)])
-    assert one.pools.requests == ()
