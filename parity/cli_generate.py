@@ -1,6 +1,7 @@
 """The subcommand `generate`: a prompt with images, sounds and videos, answered by one of three implementations.
 
-Tokens are printed as soon as they are certain; a line on stderr says how many there were, what ended them and how many
+Tokens are printed as soon as they are certain; a line on stderr says how many there were, what ended them, which one
+won by the smallest margin (in logits; within their rounding two implementations or dtypes may part there), and how many
 drafts were kept. Given the logits a token is a function of seed and position, so implementations can be compared by
 their output also when it is sampled. See `cli`.
 """
@@ -27,7 +28,7 @@ def generate(
     video: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="One, and no other media.")] = None,
     impl: Annotated[
         Literal["reference", "optimized", "transformers"],
-        typer.Option(help="optimized takes text only; transformers has no drafts."),
+        typer.Option(help="transformers has no drafts."),
     ] = "reference",
     dtype: Annotated[
         Literal["bfloat16", "float32", "float64"], typer.Option(help="Of weights and activations.")
@@ -75,7 +76,7 @@ def generate(
 
     sampling = Sampling(temperature, top_p, seed)
     files = MediaFiles(image or (), audio or (), video or ())
-    refuse(impl, device, bool(files.kinds), draft_depth, numerics)
+    refuse(impl, device, draft_depth, numerics)
     config = NoteConfig.from_json(checkpoint / "config.json")
     tokenizer = ChatTokenizer.open(checkpoint, config)
     stop_ids = read_stop_ids(checkpoint)
@@ -115,4 +116,6 @@ def _token(tokenizer: ChatTokenizer, token_id: int) -> str:
 def _summary(prompt: int, tokens: int, ending: str, made: Generation) -> str:
     places = [f"{kept} of {tried}" for kept, tried in zip(made.accepted, made.tried, strict=True)]
     drafts = f"; drafts kept, place by place: {', '.join(places)}" if places else ""
-    return f"{prompt} tokens in the prompt, {tokens} new ones, ended by {ending}{drafts}"
+    closest = made.closest
+    margin = f"; closest choice: token {closest.index}, by {closest.margin:.2e}" if closest else ""
+    return f"{prompt} tokens in the prompt, {tokens} new ones, ended by {ending}{margin}{drafts}"

@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 
 from optimized.device import Backend
+from optimized.engine import EngineOptions
+from optimized.errors import NotSupportedError
+from optimized.model import NoteEngine
 from parity.runners import NotSupportedHere, RunnerUnavailable
 from reference.checkpoint.synthetic_chat import PREPROCESSOR_FILE
 from reference.config import NoteConfig
@@ -126,14 +129,12 @@ def write_prompt(
     return prompt
 
 
-def refuse(impl: Implementation, device: str, has_media: bool, draft_depth: int, numerics: str = "default") -> None:
+def refuse(impl: Implementation, device: str, draft_depth: int, numerics: str = "default") -> None:
     """What `impl` cannot do. Raises: NotSupportedHere, RunnerUnavailable."""
     if impl != "reference" and numerics != "default":
         raise NotSupportedHere(f"{impl} rounds in one way only: --numerics is an option of the reference")
     if device == "cuda" and not torch.cuda.is_available():
         raise RunnerUnavailable("--device cuda: torch finds no CUDA device here")
-    if impl == "optimized" and has_media:
-        raise NotSupportedHere("the optimized implementation has no towers yet and takes text only: --impl reference")
     if impl == "transformers" and draft_depth:
         raise NotSupportedHere("transformers has no draft layer for dots3_note: --draft-depth must be 0")
     if impl == "transformers" and device != "cpu":
@@ -164,11 +165,14 @@ def generator(
         runner = TransformersNoteRunner(folder, dtype, with_towers=bool(media))
         runner.place(REQUEST, media)
         return runner
-    if impl == "optimized":
-        return _engine(folder, dtype, device, backend, draft_depth, len(prompt.ids) + max_new_tokens)
     heard = {isinstance(item, SoundInput) for item in tower_inputs(media)}
     needed: dict[Tower, bool] = {"vision": False in heard, "audio": True in heard}
     towers = [tower for tower, is_needed in needed.items() if is_needed]
+    session: NoteSession | NoteEngine
+    if impl == "optimized":
+        session = _engine(folder, towers, dtype, device, backend, draft_depth, len(prompt.ids) + max_new_tokens)
+        session.place(REQUEST, prompt.ids, media, prompt.media)
+        return session
     text, vision = Numerics.preset(numerics), VisionNumerics.preset(numerics)
     model = load_note_model(folder, towers, text, vision, dtype, device).requires_grad_(False)
     session = NoteSession(model, max_draft_tokens=draft_depth)
@@ -177,24 +181,20 @@ def generator(
 
 
 def _engine(
-    folder: Path, dtype: torch.dtype, device: str, backend: Backend | None, draft_depth: int, tokens: int
-) -> Generator:
-    from optimized.engine import Engine, EngineOptions
-    from optimized.errors import NotSupportedError
-    from reference.checkpoint import load_text_model
-
-    model = load_text_model(folder, dtype=dtype)
+    folder: Path,
+    towers: Sequence[Tower],
+    dtype: torch.dtype,
+    device: str,
+    backend: Backend | None,
+    draft_depth: int,
+    tokens: int,
+) -> NoteEngine:
+    model = load_note_model(folder, towers, dtype=dtype)
     pages = -(-(tokens + draft_depth + 1) // PAGE)
     options = EngineOptions(pages=pages, page_size=PAGE, requests=1, max_draft_tokens=draft_depth)
     try:
-        return Engine.from_state(
-            model.config,
-            model.state_dict(),
-            dtype,
-            device,
-            backend,
-            options,
-            indexer_rope_layout=model.indexer_rope_layout,
+        return NoteEngine.from_state(
+            model.note, model.state_dict(), dtype, device, backend, options, towers, model.indexer_rope_layout
         )
     except NotSupportedError as obstacle:
         raise NotSupportedHere(f"the optimized implementation: {obstacle}") from obstacle
