@@ -114,10 +114,23 @@ def _multimodal(
     options: CheckOptions, levels: Sequence[Level], progress: Callable[[str], None]
 ) -> tuple[CheckReport, Report]:
     # It makes files, with packages that the other checks do without.
-    from parity.multimodal_check import check_multimodal, synthetic_note_checkpoint
+    from parity.multimodal_check import check_multimodal, check_multimodal_optimized, synthetic_note_checkpoint
 
     cases = [MultimodalCase.parse(options.workload, options.seed)] if options.workload else None
     made = synthetic_note_checkpoint(options.seed) if options.folder is None else nullcontext(options.folder)
     with made as folder:
-        found, config = check_multimodal(folder, cases, levels, options.drawn, options.seed, progress)
+        if options.candidate == "optimized":
+            found, config = check_multimodal_optimized(
+                folder,
+                cases,
+                levels,
+                options.drawn,
+                options.seed,
+                options.device,
+                options.backend,
+                progress,
+                options.graphs,
+            )
+        else:
+            found, config = check_multimodal(folder, cases, levels, options.drawn, options.seed, progress)
     return found, report_of_check(found, layer_kinds(config.text), options.command())

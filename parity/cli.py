@@ -205,7 +205,7 @@ def check(
     if multimodal and tower != "text":
         raise WorkloadError(f"--multimodal is the whole model: leave --tower {tower} out")
     part = "multimodal" if multimodal else tower
-    if graphs and (part, candidate) != ("text", "optimized"):
+    if graphs and (part not in ("text", "multimodal") or candidate != "optimized"):
         raise WorkloadError("--graphs is for the text of the optimized implementation: add --candidate optimized")
     options = CheckOptions(part, candidate, folder, workload, drawn, seed, device, backend, graphs)
     with progress_lines() as progress:

@@ -20,6 +20,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
+from optimized.device import Backend
 from parity.check import LEVELS, CheckReport, Level, Run
 from parity.compare import compare, compare_exact
 from parity.exact import exact
@@ -30,6 +31,7 @@ from parity.multimodal_processing import compare_processing
 from parity.multimodal_requests import Folder, make_requests, workload_of
 from parity.run import run_workload
 from parity.runners.note_sides import NoteSide, ReferenceNoteSide, TransformersNoteSide
+from parity.runners.optimized_note import OPTIONS, OptimizedNoteSide
 from parity.runners.transformers_processing import TransformersProcessing
 from parity.trace import Trace, TraceRecorder
 from reference.checkpoint import write_synthetic
@@ -75,7 +77,35 @@ def check_multimodal(
 
     processing = TransformersProcessing(opened, is_exact=True) if "exact" in levels else None
     numerics = Numerics.preset("transformers"), VisionNumerics.preset("transformers")
-    run = _Check(opened, numerics, candidate, processing)
+    run = _Check(opened, numerics, candidate, processing, has_exact_mode=True)
+    return run.report(cases or (*boundary_cases(seed), *drawn_cases(drawn, seed)), levels, progress), opened.config
+
+
+def check_multimodal_optimized(
+    folder: str | Path,
+    cases: Sequence[MultimodalCase] | None = None,
+    levels: Sequence[Level] = LEVELS,
+    drawn: int = 0,
+    seed: int = 0,
+    device: str = "cpu",
+    backend: Backend | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+    graphs: bool = False,
+) -> tuple[CheckReport, NoteConfig]:
+    """The optimized towers and engine, from the same pixels, features and ids; level exact is float64, torch twins.
+
+    Raises: as `check_multimodal`; RunnerUnavailable for a device or a backend that is not here.
+    """
+    opened = Folder.open(folder)
+    weights = dict(load_note_model(opened.path, dtype=None).state_dict())
+    options = replace(OPTIONS, graphs=graphs)
+
+    def candidate(level: Level) -> NoteSide:
+        if level == "exact":
+            return OptimizedNoteSide(opened.config, weights, torch.float64, device, "torch", options)
+        return OptimizedNoteSide(opened.config, weights, getattr(torch, level), device, backend, options)
+
+    run = _Check(opened, (Numerics(), VisionNumerics()), candidate, None, has_exact_mode=False)
     return run.report(cases or (*boundary_cases(seed), *drawn_cases(drawn, seed)), levels, progress), opened.config
 
 
@@ -86,8 +116,11 @@ class _Check:
         numerics: tuple[Numerics, VisionNumerics],
         candidate: Callable[[Level], NoteSide],
         processing: TransformersProcessing | None,
+        has_exact_mode: bool,
     ):
         self._folder, self._numerics, self._candidate, self._processing = folder, numerics, candidate, processing
+        # A candidate of which float64 can be asked runs without promotion, and so does the reference then.
+        self._has_exact_mode = has_exact_mode
         # As stored: bfloat16 weights and float32 biases, which every dtype represents exactly.
         model = load_note_model(folder.path, numerics=numerics[0], vision_numerics=numerics[1], dtype=None)
         self._weights: Mapping[str, Tensor] = model.state_dict()
@@ -108,14 +141,15 @@ class _Check:
 
     def _compared(self, side: NoteSide, case: MultimodalCase, level: Level, is_first: bool) -> Comparison:
         is_exact = level == "exact"
-        with exact() if is_exact else nullcontext():
+        is_promoted = is_exact and self._has_exact_mode
+        with exact() if is_promoted else nullcontext():
             made = make_requests(case, self._folder)
         workload = workload_of(case, made)
 
         def reference(dtype: torch.dtype) -> ReferenceNoteSide:
             text, vision = self._numerics
             return ReferenceNoteSide(
-                self._folder.config, self._weights, dtype, text, vision, is_exact, self._layout, placed=made
+                self._folder.config, self._weights, dtype, text, vision, is_promoted, self._layout, placed=made
             )
 
         side.placed = made

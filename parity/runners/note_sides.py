@@ -89,7 +89,7 @@ class ReferenceNoteSide(ReferenceRunner):
         with self._run_context():
             for request in self.placed:
                 self._place(request)
-            return _generated(self.session, self, max_new_tokens, draft_depth)
+            return generated(self.session, self, max_new_tokens, draft_depth)
 
     def _place(self, request: str) -> None:
         if request in self._begun or request not in self.placed:
@@ -98,7 +98,7 @@ class ReferenceNoteSide(ReferenceRunner):
         prompt, media = self.placed[request].prompt, self.placed[request].media
         with unobserved():
             features = self.note.features(media, request)
-        _show(request, features)
+        show_rows(request, features)
         self.note_session.place(request, prompt.ids, media, prompt.media, features)
 
 
@@ -117,11 +117,11 @@ class TransformersNoteSide(TransformersNoteRunner):
                 if is_observed() and media:
                     with unobserved():
                         features = self._features(media)
-                    _show(item.request, features)
+                    show_rows(item.request, features)
         return super().step(items, last_only)
 
     def generate(self, max_new_tokens: int, draft_depth: int = 0) -> Generation:
-        return _generated(self, self, max_new_tokens, draft_depth)
+        return generated(self, self, max_new_tokens, draft_depth)
 
     def _features(self, media: Sequence[MediaInput]) -> list[MediaRows]:
         """Its rows, item by item in the order of the prompt; it has them by kind."""
@@ -142,8 +142,8 @@ class TransformersNoteSide(TransformersNoteRunner):
         return found
 
 
-def _show(request: str, features: Sequence[MediaRows]) -> None:
-    """Rows count from the first of the request."""
+def show_rows(request: str, features: Sequence[MediaRows]) -> None:
+    """Probes for what the towers gave. Rows count from the first of the request."""
     if not is_observed():
         return
     for name, kinds in (("vision.merged", ("image", "video")), ("audio.adapted", ("audio",))):
@@ -154,7 +154,8 @@ def _show(request: str, features: Sequence[MediaRows]) -> None:
                 probe(name, rows_MD)
 
 
-def _generated(generator: Generator, side: NoteSide, max_new_tokens: int, draft_depth: int) -> Generation:
+def generated(generator: Generator, side: NoteSide, max_new_tokens: int, draft_depth: int) -> Generation:
+    """Greedy, behind every placed prompt of `side`, whose requests are freed."""
     prompts = {request: placed.prompt.ids for request, placed in side.placed.items()}
     with _freed(side, prompts):
         return generate(generator, prompts, max_new_tokens, draft_depth)

@@ -12,12 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from optimized.model import NoteEngine
 from parity import multimodal_check
 from parity.cli import app
 from parity.exit_codes import EXIT_AGREES, EXIT_DISAGREES, EXIT_UNUSABLE
 from parity.findings import Comparison
 from parity.multimodal_case import MultimodalCase, MultimodalCaseError, boundary_cases, cases, drawn_cases
-from parity.multimodal_check import VIDEO_NOTE, check_multimodal, synthetic_note_checkpoint
+from parity.multimodal_check import (
+    VIDEO_NOTE,
+    check_multimodal,
+    check_multimodal_optimized,
+    synthetic_note_checkpoint,
+)
 from parity.multimodal_files import image_file, sound_file, video_file
 from parity.multimodal_requests import Folder, make_requests, workload_of
 from parity.runners.note_sides import TransformersNoteSide
@@ -26,6 +32,7 @@ from reference.generate import Generation
 from reference.media.sound import load_waveform
 from reference.media.video import prepare_video
 from reference.media.video_options import VideoOptions
+from reference.model_scatter import MediaRows
 
 pytest.importorskip("transformers", reason="the oracle needs transformers 5.24")
 
@@ -201,3 +208,29 @@ class TestCommand:
         result = CliRunner().invoke(app, ["check", "--multimodal", *arguments])
         assert result.exit_code == EXIT_UNUSABLE
         assert message in result.output
+
+
+@pytest.mark.parametrize("level", ["exact", "float32", "bfloat16"])
+def test_the_optimized_model_agrees(folder: Path, level: str):
+    """Its own towers, scatter, engine and drafts."""
+    found, _ = check_multimodal_optimized(folder, [SMALL], (level,), backend="torch")
+    (run,) = found.runs
+    assert not run.comparison.is_different, run.comparison.first
+    names = {result.name for result in run.comparison.probes if result.verdict != "missing"}
+    assert {"vision.merged", "audio.adapted", "embeddings", "layers.0.input", "mtp.1.logits", "logits"} <= names
+    assert not found.skipped
+    if level == "exact":
+        assert not run.comparison.choices
+
+
+def test_a_mistake_in_the_optimized_scatter_is_seen(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    plain = NoteEngine.place
+
+    def backwards(self, request, token_ids, media, spans=None, features=None):
+        rows = [MediaRows(item.kind, item.rows_MD.flip(0)) for item in features]
+        plain(self, request, token_ids, media, spans, rows)
+
+    monkeypatch.setattr(NoteEngine, "place", backwards)
+    found, _ = check_multimodal_optimized(folder, [SMALL], ("exact",))
+    assert found.first_different is not None
+    assert found.first_different.comparison.first.name == "embeddings"
