@@ -41,7 +41,7 @@ every_notebook = pytest.mark.parametrize("text_form", TEXT_FORMS, ids=lambda pat
 
 def test_there_are_notebooks() -> None:
     names = ["01_architecture_tour", "02_find_the_bug", "03_noise_and_tolerance", "05_vision", "06_audio"]
-    assert [path.stem for path in TEXT_FORMS] == names
+    assert [path.stem for path in TEXT_FORMS] == [*names, "07_from_chat_to_tool_call"]
     assert sorted(FOLDER.glob("*.ipynb")) == [path.with_suffix(".ipynb") for path in TEXT_FORMS]
 
 
