@@ -18,8 +18,8 @@ from torch import Tensor
 
 from parity.exact import exact
 from parity.multimodal_requests import Folder, MadeRequest
+from parity.runners import NotSupportedHere
 from parity.runners.transformers import quiet, require_transformers
-from reference.errors import ConfigError
 from reference.prompt import TOKENIZER_FILE
 
 
@@ -33,12 +33,15 @@ class Processed:
 
 
 class TransformersProcessing:
-    """Made once for a folder; `is_exact` promotes the features to float64. Raises: RunnerUnavailable, ConfigError."""
+    """Made once for a folder; `is_exact` promotes the features to float64.
+
+    Raises: RunnerUnavailable without transformers, NotSupportedHere for a folder that lacks a tower.
+    """
 
     def __init__(self, folder: Folder, is_exact: bool = False):
         require_transformers()
         if folder.config.audio is None or folder.config.vision is None:
-            raise ConfigError(f"{folder.path}: transformers' processor needs both towers, and the config lacks one")
+            raise NotSupportedHere(f"{folder.path}: transformers' processor needs both towers; the config lacks one")
         self._exact = is_exact
         with quiet(), self._precision():
             self._processor = _processor(folder)

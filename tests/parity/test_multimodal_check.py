@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from optimized.model import NoteEngine
 from parity import multimodal_check
 from parity.cli import app
-from parity.exit_codes import EXIT_AGREES, EXIT_DISAGREES, EXIT_UNUSABLE
+from parity.exit_codes import EXIT_AGREES, EXIT_COULD_NOT_RUN, EXIT_DISAGREES, EXIT_UNUSABLE
 from parity.findings import Comparison
 from parity.multimodal_case import MultimodalCase, MultimodalCaseError, boundary_cases, cases, drawn_cases
 from parity.multimodal_check import (
@@ -28,11 +28,13 @@ from parity.multimodal_files import image_file, sound_file, video_file
 from parity.multimodal_requests import Folder, make_requests, workload_of
 from parity.runners.note_sides import TransformersNoteSide
 from parity.runners.transformers_processing import TransformersProcessing
+from reference.checkpoint import write_synthetic
 from reference.generate import Generation
 from reference.media.sound import load_waveform
 from reference.media.video import prepare_video
 from reference.media.video_options import VideoOptions
 from reference.model_scatter import MediaRows
+from reference.model_tiny import tiny_note
 
 pytest.importorskip("transformers", reason="the oracle needs transformers 5.24")
 
@@ -208,6 +210,26 @@ class TestCommand:
         result = CliRunner().invoke(app, ["check", "--multimodal", *arguments])
         assert result.exit_code == EXIT_UNUSABLE
         assert message in result.output
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("check", [check_multimodal, check_multimodal_optimized])
+def test_drawn_requests_agree(folder: Path, check):
+    found, _ = check(folder, drawn_cases(20, 11), ("exact",))
+    assert found.first_different is None
+    assert len(found.runs) == 20
+
+
+@pytest.mark.parametrize("candidate", ["transformers", "optimized"])
+@pytest.mark.parametrize("lacking", ["vision", "audio"])
+def test_a_folder_without_a_tower_cannot_run(tmp_path: Path, candidate: str, lacking: str):
+    write_synthetic(tmp_path / "folder", dataclasses.replace(tiny_note(), **{lacking: None}))
+    result = CliRunner().invoke(
+        app, ["check", str(tmp_path / "folder"), "--multimodal", "--candidate", candidate, "--workload", "t1"]
+    )
+    assert result.exit_code == EXIT_COULD_NOT_RUN
+    assert "needs both towers" in result.output
 
 
 @pytest.mark.parametrize("level", ["exact", "float32", "bfloat16"])
