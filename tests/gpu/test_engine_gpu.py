@@ -1,17 +1,24 @@
-"""The engine on a GPU: the whole sweep against the reference through compiled kernels, and a request of 128k tokens."""
+"""The engine on a GPU: the sweep against the reference through compiled kernels, at tiny and at released geometry, and
+a request of 128k tokens.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import pytest
 import torch
+from torch import Tensor
 
 from optimized.bench.engine_steps import drawn_weights
 from optimized.engine import Engine, EngineOptions
-from parity.engine_check import check_optimized
+from optimized.plan_spans import StepLimits
+from parity.engine_check import OPTIONS, check_optimized
 from parity.sweep import boundary_workloads
 from parity.workload import Workload
-from reference.checkpoint import synthetic_tensors
-from reference.config import released, slice_of, tiny
+from reference.checkpoint import expected_tensors, synthetic_tensors
+from reference.config import NoteConfig, released, slice_of, tiny
 from reference.session import StepItem
 
 CONFIG = tiny()
@@ -24,6 +31,35 @@ PAGE_SIZE = 64
 @pytest.mark.parametrize("workload", boundary_workloads(CONFIG.text), ids=lambda workload: f"seed {workload.seed}")
 def test_the_sweep_agrees(workload: Workload, level: str) -> None:
     report = check_optimized(CONFIG, WEIGHTS, [workload], (level,), "cuda", "triton")
+    assert report.compared
+    assert report.first_different is None, report.first_different.comparison.first
+
+
+def drawn(config: NoteConfig) -> Iterator[tuple[str, Tensor]]:
+    """Random weights of a checkpoint, by torch: numpy's exact ones would take minutes at these sizes."""
+    generator = torch.Generator().manual_seed(0)
+    for expected in expected_tensors(config).values():
+        noise = torch.randn(expected.shape, generator=generator)
+        value = noise * expected.shape[-1] ** -0.5 if len(expected.shape) > 1 else 1 + 0.1 * noise
+        yield expected.name, value.to(expected.dtype)
+
+
+def test_released_geometry_agrees() -> None:
+    """Released heads and widths in a layer of each kind and the draft layer; a short window and top-k, few experts.
+
+    Prompts run eagerly, everything else from recordings.
+    """
+    config = slice_of(released(), (0, 1, 2), experts=12)
+    text = replace(config.text, vocab_size=1024, sliding_window_size=17, index_topk=24)
+    config = replace(config, text=text, vision=None, audio=None)
+    workload = Workload.parse("p:a30+b9 d:a+b m:a2 v:a3 t:a1 d:a+b")
+    options = replace(OPTIONS, pages=64, limits=StepLimits(64, 2**28, 2**22), graphs=True)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(8)
+    try:
+        report = check_optimized(config, dict(drawn(config)), [workload], ("bfloat16",), "cuda", "triton", options)
+    finally:
+        torch.set_num_threads(threads)
     assert report.compared
     assert report.first_different is None, report.first_different.comparison.first
 
