@@ -19,6 +19,7 @@ from parity.golden_trace import golden_trace
 from parity.manifest import DumpError
 from parity.recorded import Recorded, open_recorded
 from parity.same_run import RunIdentity, identity_of_golden, require_same_run, run_differences, weights_warning
+from parity.stored import CLEAR_CHANGES, clear_hidden_choices
 from parity.trace import Trace
 from parity.workload import Workload
 from reference.config import NoteConfig, TextConfig, released, tiny
@@ -105,6 +106,7 @@ def _against_golden(golden: Golden, actual: Path, options: Options, with_detail:
     config = NoteConfig.from_json(golden.record.config).text
     shown = detail_of(golden_trace(golden), recorded.trace, with_detail)
     comparison = _with_skipped(found, recorded.skipped)
+    notes = (*notes, *_hidden_choices_note(golden, recorded.trace, found))
     return Compared(comparison, golden.workload, golden.record.dtype, config, shown, notes)
 
 
@@ -139,6 +141,17 @@ def _run_notes(expected: RunIdentity, actual: RunIdentity, options: Options) -> 
     if actual.is_unknown:
         notes.append("the dump does not say what was run (no workload, no hash of its inputs); taken to be the same")
     return notes
+
+
+def _hidden_choices_note(golden: Golden, candidate: Trace, found: Comparison) -> list[str]:
+    """What choices that are not shown cost, where anything behind them was compared."""
+    count = clear_hidden_choices(golden, candidate) if found.compared else 0
+    if not count:
+        return []
+    return [
+        f"{count:,} choices are not shown and were taken for the expected ones, by their margins; rounding changes one "
+        f"of them in about {100 * count * CLEAR_CHANGES:.1f} % of runs, and then what is behind it is called different"
+    ]
 
 
 def _coarser(*dtypes: torch.dtype | None) -> torch.dtype:

@@ -359,6 +359,16 @@ def test_weights_are_those_that_the_golden_was_made_from_or_it_is_said(dumps: Pa
     assert "note: weights not compared: " in compared(own, tmp_path / "old")
 
 
+def test_what_choices_that_are_not_shown_cost_is_said(dumps: Path, tmp_path: Path) -> None:
+    trace = open_trace(dumps / "right")
+    logits = Trace([entry for entry in trace.entries() if entry.name == "logits"])
+    write_trace(tmp_path / "logits", logits, torch.bfloat16, workload=GOLDEN.workload)
+    told = run("compare", "tiny", tmp_path / "logits").output
+    assert "note: 141 choices are not shown and were taken for the expected ones, by their margins; " in told
+    assert "rounding changes one of them in about 0.3 % of runs" in told
+    assert "choices are not shown" not in run("compare", "tiny", dumps / "right").output
+
+
 # Steps
 
 
