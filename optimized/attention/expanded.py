@@ -6,9 +6,9 @@ core[t, h]     = Σ_s softmax_s(score)[t, h, s] · v[s, h]
 A query at position t sees the keys s <= t of its request, s > t - window if there is a window, and of those only the
 selected ones if there is a selection: one bit for each absolute position. One program takes a tile of queries of one
 request and one head, and goes through the tiles of keys (aligned to absolute positions) with an online softmax. The
-range of key tiles follows from the queries' positions; tiles that every query sees whole skip the masks, and of a
-selection only the tiles with a bit set are visited (`key_tiles`). Keys and values are read where the expansion left
-them, side by side; the rope key is shared by the heads; V is not padded to N + R.
+range of key tiles follows from the queries' positions (`key_tiles`); tiles that every query sees whole skip the masks,
+and of a selection only the tiles with a bit set are visited, whole ones first (`selected_tiles`). Keys and values are
+read where the expansion left them, side by side; the rope key is shared by the heads; V is not padded to N + R.
 
 Float32 scores and sums; a tile of probabilities is rounded to the value's dtype. Every key row of a request has been
 written. Source: text_model specification, sections 8, 9 and 15.
@@ -19,6 +19,7 @@ tokens, 1331 at 16384 (floor 123, 515); full layers at 4096 tokens 1481, with a 
 then their weights. Without effect, 2026-11-29, full layers at 4096 tokens, dense and selected, beside 1576 and 2148 in
 that run: a loop of its own for whole tiles (1654, 2149), tiles fetched by descriptors made in the kernel, of 64 keys
 (1553, 2143) and of 128 with half the instructions a key (1805, 2075); for sliding layers descriptors took 500.
+Where `pipelined` accepts the tensors its kernel is taken: the same steps in another order, the same places of rounding.
 """
 
 import math
@@ -27,7 +28,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from optimized.attention.key_tiles import key_tiles, list_selected_tiles
+from optimized.attention.key_tiles import key_tiles
+from optimized.attention.pipelined import attend_pipelined, pipelined_tiling, takes_pipelined
+from optimized.attention.selected_tiles import NO_TILES, list_selected_tiles
 from optimized.kernels.common import check_tensor, dot, next_power_of_2, round_to, tile, tl, triton, widen
 
 # T query tokens  S key tokens  H heads  N nope dim  R rope dim  V value dim  X = N + R  Y = N + V  B requests
@@ -47,8 +50,9 @@ def _expanded_attention_kernel(
     key_start,
     positions,
     first_key,
-    tiles,
-    selected_words,
+    whole,
+    part,
+    dealt,
     counts,
     scale_log2,
     window,
@@ -102,25 +106,26 @@ def _expanded_attention_kernel(
         )
         if HAS_SELECTION:
             line = (request * tl.num_programs(0) + query_tile).to(tl.int64)
-            tiles += line * most_tiles
-            selected_words += line * most_tiles * (BLOCK_S // 32 * BLOCK_T)
-            first = 0
-            first_whole = tl.load(counts + line * 3)
-            end_whole = tl.load(counts + line * 3 + 1)
-            end = tl.load(counts + line * 3 + 2)
-            next_tile = tl.load(tiles, mask=end > 0, other=0)
+            whole += line * most_tiles
+            part += line * most_tiles
+            dealt += line * most_tiles * (4 * BLOCK_T)
+            first, first_whole = 0, 0
+            end_whole = tl.load(counts + line * 2)
+            end = end_whole + tl.load(counts + line * 2 + 1)
+            next_tile = tl.load(tl.where(end_whole > 0, whole, part), mask=end > 0, other=0)
 
         highest_T = tl.full([BLOCK_T], float("-inf"), tl.float32)
         total_T = tl.zeros([BLOCK_T], tl.float32)
         core_TV = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
         lane_S = tl.arange(0, BLOCK_S)
         for index in range(first, end):
-            first_of_tile = index * BLOCK_S
+            key_tile = index
             if HAS_SELECTION:
-                entry = next_tile
-                first_of_tile = (entry // 2) * BLOCK_S
+                key_tile = next_tile
                 # Loaded one round ahead: all addresses of a round hang on it.
-                next_tile = tl.load(tiles + tl.minimum(index + 1, end - 1))
+                next_index = tl.minimum(index + 1, end - 1)
+                next_tile = tl.load(tl.where(next_index < end_whole, whole + next_index, part + next_index - end_whole))
+            first_of_tile = key_tile * BLOCK_S
             row = (first_of_tile - first_position + lane_S).to(tl.int64)
             # Keys outside of the request are zeros, not only weightless: 0 x NaN is NaN.
             is_key = ((row >= 0) & (row < keys))[:, None]
@@ -135,24 +140,23 @@ def _expanded_attention_kernel(
             v_SV = tl.load(kv_rows[:, None] + N + lane_V[None, :], mask=is_key & (lane_V < V)[None, :], other=0.0)
             score_TS = tl.zeros([BLOCK_T, BLOCK_S], tl.float32)
             score_TS = dot(q_TR, tl.trans(k_SR), dot(q_TN, tl.trans(k_SN), score_TS, WIDEN), WIDEN)
-            if HAS_SELECTION:
-                bits_TS = tl.zeros([BLOCK_T, BLOCK_S], tl.int32)
-                for word in tl.static_range(BLOCK_S // 32):
-                    bits_T = tl.load(
-                        selected_words + (index * (BLOCK_S // 32) + word) * BLOCK_T + tl.arange(0, BLOCK_T)
-                    )
-                    bits_TS = tl.where((lane_S >> 5 == word)[None, :], bits_T[:, None], bits_TS)
-                if entry % 2 == 0:
-                    # Bit 8i + 2j + k of a word, in two steps: a thread holds one j, so one shift serves all its keys.
-                    bit_S = 1 << ((lane_S >> 3 & 3) * 8 + (lane_S & 1))
-                    is_selected_TS = (bits_TS >> (lane_S & 6)[None, :]) & bit_S[None, :] != 0
-                    score_TS = tl.where(is_selected_TS, score_TS, float("-inf"))
             if (index < first_whole) | (index >= end_whole):
-                # One comparison for both ends: what lies ahead is negative, and so is larger than any window.
-                key_S = first_of_tile + lane_S
-                key_S = tl.where((key_S >= first_position) & (key_S - first_position < keys), key_S, 2147483647)
-                behind_TS = (position_T[:, None] - key_S[None, :]).to(tl.uint32, bitcast=True)
-                score_TS = tl.where(behind_TS < window, score_TS, float("-inf"))
+                if HAS_SELECTION:
+                    words = dealt + (index - end_whole) * (4 * BLOCK_T) + tl.arange(0, BLOCK_T)
+                    pair_S = (lane_S >> 1) & 3
+                    word0_T, word2_T = tl.load(words), tl.load(words + 2 * BLOCK_T)
+                    word1_T, word3_T = tl.load(words + BLOCK_T), tl.load(words + 3 * BLOCK_T)
+                    even_TS = tl.where((pair_S == 0)[None, :], word0_T[:, None], word2_T[:, None])
+                    odd_TS = tl.where((pair_S == 1)[None, :], word1_T[:, None], word3_T[:, None])
+                    bits_TS = tl.where((pair_S & 1 == 0)[None, :], even_TS, odd_TS)
+                    bit_S = 1 << ((lane_S >> 3) * 2 + (lane_S & 1))
+                    score_TS = tl.where(bits_TS & bit_S[None, :] != 0, score_TS, float("-inf"))
+                else:
+                    # One comparison for both ends: what lies ahead is negative, and so is larger than any window.
+                    key_S = first_of_tile + lane_S
+                    key_S = tl.where((key_S >= first_position) & (key_S - first_position < keys), key_S, 2147483647)
+                    behind_TS = (position_T[:, None] - key_S[None, :]).to(tl.uint32, bitcast=True)
+                    score_TS = tl.where(behind_TS < window, score_TS, float("-inf"))
             new_highest_T = tl.maximum(highest_T, tl.max(score_TS, axis=1))
             # Before the first key that is seen the maximum is -inf, and -inf - -inf would be NaN.
             base_T = tl.where(new_highest_T == float("-inf"), 0.0, new_highest_T) * scale_log2
@@ -273,15 +277,17 @@ def expanded_attention_triton(
     core_THV = torch.empty(T, H, V, dtype=q_THX.dtype, device=q_THX.device)
     if T == 0 or B == 0:
         return core_THV
-    block_T, block_S, warps, stages = tiling(max_queries, q_THX.dtype)
-    block_N, block_R, rest = key_blocks(N, R)
-    query_tiles = triton.cdiv(max_queries, block_T)
-    farthest = NO_WINDOW if window is None else window
-    tiles = selected_words = counts = None
-    most_tiles = 0
     if selection_TW is not None:
         check_tensor("selection", selection_TW, (T, None), torch.int32)
-        tiles, selected_words, counts = list_selected_tiles(
+    farthest = NO_WINDOW if window is None else window
+    is_pipelined = takes_pipelined(q_THX, kv_SHY, k_rope_SR, N, max_queries)
+    block_T, block_S, warps, stages = tiling(max_queries, q_THX.dtype)
+    if is_pipelined:
+        block_T, block_S = pipelined_tiling(X)
+    query_tiles = triton.cdiv(max_queries, block_T)
+    selected = None
+    if selection_TW is not None:
+        selected = list_selected_tiles(
             selection_TW,
             positions_T,
             query_start_B1,
@@ -292,23 +298,24 @@ def expanded_attention_triton(
             block_T,
             block_S,
         )
-        most_tiles = tiles.shape[1]
+    ragged = (query_start_B1, key_start_B1, positions_T, first_key_B)
+    if is_pipelined:
+        attend_pipelined(
+            q_THX, kv_SHY, k_rope_SR, core_THV, *ragged, selected, farthest, scale * LOG2_E, N, query_tiles
+        )
+        return core_THV
+    block_N, block_R, rest = key_blocks(N, R)
     _expanded_attention_kernel[(query_tiles, H, B)](
         q_THX,
         kv_SHY,
         k_rope_SR,
         core_THV,
-        query_start_B1,
-        key_start_B1,
-        positions_T,
-        first_key_B,
-        tiles,
-        selected_words,
-        counts,
+        *ragged,
+        *(selected or NO_TILES),
         scale * LOG2_E,
         farthest,
         H,
-        most_tiles,
+        0 if selected is None else selected.whole.shape[1],
         q_THX.stride(0),
         q_THX.stride(1),
         kv_SHY.stride(0),
@@ -323,7 +330,7 @@ def expanded_attention_triton(
         BLOCK_N=block_N,
         BLOCK_R=block_R,
         BLOCK_V=next_power_of_2(max(V, 16)),
-        HAS_SELECTION=selection_TW is not None,
+        HAS_SELECTION=selected is not None,
         WIDEN=widen(q_THX.dtype),
         num_warps=warps,
         num_stages=stages,
