@@ -1,4 +1,4 @@
-"""A request in company: how far its bytes may move, and the mode in which they do not move at all.
+"""A request in company: nothing but rounding reaches it, and in the mode for that not even rounding.
 
 On a GPU the mode is bitwise. On a CPU, in float64, a library's products over more or fewer rows of an expert leave
 their last bits.
@@ -65,11 +65,11 @@ def test_a_request_has_the_same_bytes_alone_and_in_company(graphs: bool) -> None
         torch.testing.assert_close(alone, together, rtol=0, atol=0 if IS_CUDA else 1e-12)
 
 
-def test_without_the_mode_a_request_moves_by_rounding_only() -> None:
+@pytest.mark.skipif(IS_CUDA, reason="in bfloat16 rounding may flip an expert; the sweep of parity judges such rows")
+def test_without_the_mode_company_changes_rounding_only() -> None:
     options = dataclasses.replace(OPTIONS, batch_invariant=False)
     for alone, together in zip(history(options, False), history(options, True), strict=True):
-        if alone.is_floating_point():
-            torch.testing.assert_close(alone, together, rtol=0.1 if IS_CUDA else 0, atol=0.1 if IS_CUDA else 1e-12)
+        torch.testing.assert_close(alone, together, rtol=0, atol=1e-12)
 
 
 def test_what_does_not_fit_in_one_step_is_refused_at_once() -> None:
