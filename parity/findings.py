@@ -81,7 +81,7 @@ class ProbeResult:
     `limit` is in units of `noise`. Without rounding, `noise` is the constant limit and `limit` is 1. `steps` are the
     same rows, sorted by the step that computed them, where that is known. `factor`: the rows that are different are the
     true ones times this constant, but for noise. `score_factor`: those of an attention's core are what attention scores
-    times this constant give, but for noise.
+    times this constant give, but for noise. `remark`: why an error is infinite.
     """
 
     name: str
@@ -99,6 +99,7 @@ class ProbeResult:
     steps: tuple[StepResult, ...] = ()
     factor: float | None = None
     score_factor: float | None = None
+    remark: str = ""
 
     @property
     def ratio(self) -> float:

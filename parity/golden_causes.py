@@ -32,7 +32,8 @@ class Cause:
         return cls(exchange.name, exchange.request, exchange.position, exchange.occurrence, choice.verdict)
 
     def __str__(self) -> str:
-        return f"{self.verdict} of {self.name}, request {self.request}, position {self.position}"
+        again = f", run {self.occurrence + 1}" if self.occurrence else ""
+        return f"{self.verdict} of {self.name}, request {self.request}, position {self.position}{again}"
 
     def reaches(self, name: str, place: Place, families: Mapping[str, set[str]]) -> bool:
         """In the same layer: what comes later in the same row. In later layers: rows at or behind its position.

@@ -21,6 +21,7 @@ from parity.end_to_end import actions_of
 from parity.factor import RowFactors, constant_factor, row_factors
 from parity.findings import ChoiceResult, ChoiceVerdict, Place, ProbeResult, Verdict, View, by_step
 from parity.hidden_choices import HiddenChoices, SettledRows
+from parity.remark import remark_of
 from parity.replay import ChoiceReplay, Exchange, Given, is_layer_boundary
 from parity.rounding import RoundingDraw
 from parity.router_order import in_order_of_ids
@@ -233,6 +234,7 @@ class Judge:
                 [self._action_of(name, row) for row in rows], rows, error.tolist(), noise.tolist(), limits.tolist()
             ),
             constant_factor(factors, (noise * limits)[bad]) if bad else None,
+            remark=next(filter(None, (part.remark for part in parts)), ""),
         )
 
     def _verdict(self, is_bad: bool, parts: Sequence[_Part]) -> Verdict:
@@ -247,20 +249,21 @@ class Judge:
         if len(sides) < 2:
             empty = torch.zeros(0, dtype=torch.float64)
             missing = sum(len(trace.keys(name, request)) for trace in sides)
-            return _Part([], RowErrors(empty, empty, 0), RowFactors(empty, empty), empty, empty, False, missing)
+            return _Part([], RowErrors(empty, empty, 0), RowFactors(empty, empty), empty, empty, False, missing, "")
         if self._draws:
             self._noise_and_limits(name, request)  # before the tables are loaded: it loads its own, one after another
         expected = in_order_of_ids(name, request, truth)
         actual = in_order_of_ids(name, request, self.candidate)
         expected_RX, actual_RX, keys, missing = common_rows(expected, actual)
         errors = row_errors(actual_RX, expected_RX)
+        remark = remark_of(name, actual.values, expected.values, errors.relative)
         if not self._draws:
             rows = [Place(request, *key) for key in keys]
             noise = torch.full_like(errors.relative, EXACT_LIMIT)
             bad = _is_bad(errors.relative, noise, torch.ones_like(noise)).nonzero().flatten()
             factors = row_factors(actual_RX, expected_RX, bad)
             is_equal = torch.equal(actual_RX, expected_RX)
-            return _Part(rows, errors, factors, noise, torch.ones_like(noise), is_equal, missing)
+            return _Part(rows, errors, factors, noise, torch.ones_like(noise), is_equal, missing, remark)
         row_of = {key: row for row, key in enumerate(self.truth.keys(name, request))}
         kept = settled.mask(name, request, keys) if settled else torch.ones(len(keys), dtype=torch.bool)
         # Rows without a floor, which only a hypothesis has: a fault that caches more than there should be.
@@ -274,7 +277,7 @@ class Judge:
         plain = in_order_of_ids(name, request, self._draws[0]).values[selected]
         is_equal = plain.shape == actual_RX[kept].shape and torch.equal(plain.to(actual_RX.dtype), actual_RX[kept])
         rows = [Place(request, *key) for key in keys]
-        return _Part(rows, errors, factors, noise, limits, is_equal, missing)
+        return _Part(rows, errors, factors, noise, limits, is_equal, missing, remark)
 
     def _noise_and_limits(self, name: str, request: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Floor of each row and how many times that is allowed, [rows]. Settled rows are not pooled with others."""
@@ -347,6 +350,7 @@ class _Part:
     limits: torch.Tensor
     is_bitwise_equal: bool
     missing: int
+    remark: str
 
 
 def _is_bad(error: torch.Tensor, noise: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:

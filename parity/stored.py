@@ -25,6 +25,7 @@ from parity.end_to_end import actions_of
 from parity.findings import ChoiceResult, ChoiceVerdict, Comparison, Place, ProbeResult, StepResult, Verdict, by_step
 from parity.golden_causes import Cause
 from parity.golden_file import ChoiceTable, ValueTable
+from parity.remark import remark_of
 from parity.replay import exchange_of
 from parity.router_order import ids_of_weights, in_order_of_ids
 from parity.schema import dataflow_key, decided_by, spec_of
@@ -100,6 +101,8 @@ class StoredJudge:
         known, shown = set(tables.names()), recorded | {entry.name for entry in statistics}
         self._skipped: list[str] = []
         self._behind: dict[Cause, Counter[str]] = {}
+        # By request: of each name, the rows that have no counterpart.
+        self._one_sided: dict[str, Counter[str]] = {}
         if foreign := [name for name in candidate.names() if name not in known | expected.summarised]:
             self._skipped.append(f"{len(foreign)} tensors are not on the expected side, the first is {foreign[0]}")
         requests = {request for name in tables.names() for request in tables.requests(name)}
@@ -116,8 +119,20 @@ class StoredJudge:
         self._causes.sort(key=lambda cause: dataflow_key(cause.name))
         probes = [result for name in self._names if not _is_choice(name) if (result := self._probe(name))]
         partials = self._partials()
-        skipped = (*self._skipped, *self._lines_behind())
+        skipped = (*self._skipped, *self._lines_one_sided(), *self._lines_behind())
         return Comparison(tuple(probes), tuple(choices), self._choice_rows, self._rate, skipped, partials)
+
+    def _note_one_sided(self, name: str, request: str, rows: int) -> None:
+        if rows:
+            self._one_sided.setdefault(request, Counter())[name] = rows
+
+    def _lines_one_sided(self) -> Iterable[str]:
+        for request, rows in self._one_sided.items():
+            first = min(rows, key=dataflow_key)
+            yield (
+                f"request {request}: {rows.total():,} rows of {len(rows)} tensors that only one side has, the first is "
+                f"{first} with {rows[first]:,}"
+            )
 
     def _lines_behind(self) -> Iterable[str]:
         """Behind which choices how much was not judged; most of it first."""
@@ -145,8 +160,7 @@ class StoredJudge:
             Table(choices.keys, choices.choices), self._candidate.table(name, request)
         )
         self._choice_rows += len(keys)
-        if missing:
-            self._skipped.append(f"{name}, request {request}: {missing} rows that only one side has")
+        self._note_one_sided(name, request, missing)
         different = (expected_RK.sort(-1).values != actual_RK.sort(-1).values).any(-1).nonzero().flatten().tolist()
         if not different:
             return
@@ -210,6 +224,7 @@ class StoredJudge:
             places[worst],
             places[bad[0]] if bad else None,
             self._steps(name, places, error, noise, limits),
+            remark=next(filter(None, (part.remark for part in parts)), ""),
         )
 
     def _steps(
@@ -223,8 +238,7 @@ class StoredJudge:
 
     def _is_comparable(self, name: str, request: str) -> bool:
         if not self._candidate.has(name, request):
-            rows = len(self._tables.keys(name, request))
-            self._skipped.append(f"{name}, request {request}: {rows} rows that only one side has")
+            self._note_one_sided(name, request, len(self._tables.keys(name, request)))
             return False
         if name.endswith("router.weights") and not has_order(self._candidate, name, request):
             self._skipped.append(
@@ -235,15 +249,13 @@ class StoredJudge:
 
     def _part(self, name: str, request: str) -> _Part:
         stored = self._tables.values(name, request)
-        expected_RX, actual_RX, keys, missing = common_rows(
-            Table(stored.keys, stored.truth), in_order_of_ids(name, request, self._candidate)
-        )
+        actual = in_order_of_ids(name, request, self._candidate)
+        expected_RX, actual_RX, keys, missing = common_rows(Table(stored.keys, stored.truth), actual)
         places = [Place(request, position, occurrence) for position, occurrence in keys]
         causes = [self._cause(name, place) for place in places]
         for cause, count in Counter(cause for cause in causes if cause).items():
             self._behind.setdefault(cause, Counter())[name] += count
-        if missing:
-            self._skipped.append(f"{name}, request {request}: {missing} rows that only one side has")
+        self._note_one_sided(name, request, missing)
         judged = torch.tensor([row for row, cause in enumerate(causes) if not cause], dtype=torch.long)
         row_of = {key: row for row, key in enumerate(stored.keys)}
         floor_rows = torch.tensor([row_of[keys[row]] for row in judged.tolist()], dtype=torch.long)
@@ -258,7 +270,8 @@ class StoredJudge:
             error, largest, elements = errors.relative[judged], errors.largest[judged], errors.elements
         kept = [places[row] for row in judged.tolist()]
         is_equal = expected_RX.dtype == actual_RX.dtype and torch.equal(expected_RX, actual_RX)
-        return _Part(kept, error, noise, limits, largest, elements * len(kept), missing, is_equal)
+        remark = remark_of(name, actual.values, stored.truth, error)
+        return _Part(kept, error, noise, limits, largest, elements * len(kept), missing, is_equal, remark)
 
 
 @dataclass(frozen=True)
@@ -273,6 +286,7 @@ class _Part:
     elements: int
     missing: int
     is_equal: bool
+    remark: str
 
 
 def clear_hidden_choices(tables: Stored, candidate: Trace) -> int:

@@ -46,6 +46,8 @@ def where_lines(report: Report) -> Iterator[str]:
     if isinstance(report.first, Row) and report.first.place:
         first = report.first
         yield f"worst at {first.place}: relative {number(first.error)}, absolute {number(first.largest)}"
+        if first.remark:
+            yield f"{first.tensor}: {first.remark}"
         if first.factor is not None:
             yield f"{first.tensor} is the expected one times {first.factor:.4g}, but for noise"
         if first.score_factor is not None:

@@ -52,6 +52,7 @@ class Row:
     `layer`: `0`, `1`, … or the part outside the layers, such as `logits`. `largest`: absolute difference. `steps`: the
     same rows by the step that computed them, where that is known. `factor`: the different rows are the expected ones
     times this constant, but for noise. `score_factor`: they are what attention scores times this constant give.
+    `remark`: why an error is infinite.
     """
 
     level: str
@@ -74,6 +75,7 @@ class Row:
     steps: tuple[Step, ...] = ()
     factor: float | None = None
     score_factor: float | None = None
+    remark: str = ""
 
     @property
     def excess(self) -> float:

@@ -208,6 +208,7 @@ class _Run:
             tuple(self._step(step) for step in probe.steps),
             probe.factor,
             probe.score_factor,
+            probe.remark,
         )
 
     def _step(self, step: StepResult) -> Step:

@@ -177,8 +177,9 @@ class Report:
             )
         also = f"; of {totals.partial:,} more only sums and samples" if totals.partial else ""
         return (
-            f"AGREES  {self.actual} with {self.expected}: {totals.tensors:,} tensors, {totals.elements:,} elements, "
-            f"{totals.workloads} workload{'s' * (totals.workloads != 1)}; worst {worst.amount} at {worst.tensor}{also}"
+            f"AGREES  {self.actual} with {self.expected}: {totals.tensors:,} tensor{'s' * (totals.tensors != 1)}, "
+            f"{totals.elements:,} elements, {totals.workloads} workload{'s' * (totals.workloads != 1)}; "
+            f"worst {worst.amount} at {worst.tensor}{also}"
         )
 
     @cached_property

@@ -6,7 +6,7 @@ import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -367,6 +367,38 @@ def test_what_choices_that_are_not_shown_cost_is_said(dumps: Path, tmp_path: Pat
     assert "note: 141 choices are not shown and were taken for the expected ones, by their margins; " in told
     assert "rounding changes one of them in about 0.3 % of runs" in told
     assert "choices are not shown" not in run("compare", "tiny", dumps / "right").output
+
+
+@pytest.mark.parametrize(
+    ("edit", "told"),
+    [
+        (lambda value: value[:, :-3], "logits: a row has shape [190], expected [193]"),
+        (lambda value: value * float("nan"), "logits: 20 rows with NaN or infinity where only one side has it"),
+    ],
+    ids=["width", "NaN"],
+)
+@pytest.mark.parametrize("command", ["compare", "diagnose"])
+def test_why_an_error_is_infinite_is_said(
+    edit: Callable[[torch.Tensor], torch.Tensor], told: str, command: str, dumps: Path, tmp_path: Path
+) -> None:
+    names = ("layers.5.output", "final_norm", "logits") if command == "diagnose" else ("logits",)
+    spoilt = edited(
+        open_trace(dumps / "right"),
+        lambda name, value: {name: edit(value) if name == "logits" else value} if name in names else {},
+    )
+    write_trace(tmp_path / "spoilt", spoilt, torch.bfloat16, workload=GOLDEN.workload)
+    result = run(command, "tiny", tmp_path / "spoilt")
+    assert (result.exit_code, result.output.split()[:2]) == (EXIT_DISAGREES, ["DIFFERENT", "logits"])
+    assert told in result.output
+
+
+def test_rows_of_one_side_are_told_in_a_line_a_request(dumps: Path, tmp_path: Path) -> None:
+    short = [entry for entry in open_trace(dumps / "right").entries() if entry.action < 2 and "mtp" not in entry.name]
+    write_trace(tmp_path / "short", Trace(short), torch.bfloat16)
+    told = run("compare", "tiny", tmp_path / "short", "--verbose").output
+    lines = [line for line in told.splitlines() if "that only one side has" in line]
+    assert [line.split(":")[1] for line in lines] == [" request a", " request b"]
+    assert lines[1].endswith("rows of 152 tensors that only one side has, the first is embeddings with 1")
 
 
 # Steps

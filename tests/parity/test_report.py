@@ -135,7 +135,7 @@ def test_headline_is_the_verdict_and_its_number() -> None:
         "DIFFERENT  layers.0.attn.gate  isolated error 41.0x noise (limit 2.0x)  bad from request a position 3"
     )
     agrees = compared(probe("logits", 1.0)).headline
-    assert agrees == ("AGREES  dump with golden: 1 tensors, 960 elements, 1 workload; worst 1.0x of 3.3x at logits")
+    assert agrees == ("AGREES  dump with golden: 1 tensor, 960 elements, 1 workload; worst 1.0x of 3.3x at logits")
 
 
 def test_what_arrives_and_what_is_added_stand_side_by_side() -> None:
