@@ -15,24 +15,24 @@ class HiddenRows:
     """Rows `first`, `first + 1`, … in pieces as the steps made them; joined only when they are taken.
 
     A piece is a view of its step's rows, or a copy where those are so many more that they should not stay alive.
+    There may be as many as there are tokens, so a step that only appends looks at none of them.
     """
 
-    def __init__(self, first: int = 0, pieces: tuple[Tensor, ...] = ()):
+    def __init__(self, first: int = 0, pieces: tuple[Tensor, ...] = (), stop: int | None = None):
         self.first = first
+        self.stop = first + sum(map(len, pieces)) if stop is None else stop
         self._pieces = pieces
 
     def __len__(self) -> int:
-        return sum(map(len, self._pieces))
-
-    @property
-    def stop(self) -> int:
-        return self.first + len(self)
+        return self.stop - self.first
 
     def appended(self, rows_TD: Tensor) -> HiddenRows:
-        return HiddenRows(self.first, (*self._pieces, _released(rows_TD)))
+        return HiddenRows(self.first, (*self._pieces, _released(rows_TD)), self.stop + len(rows_TD))
 
     def between(self, first: int, stop: int) -> HiddenRows:
         """The rows from `first` to before `stop` that are here; the next one to be appended is `stop`."""
+        if first <= self.first and stop >= self.stop:
+            return self
         kept, position = [], self.first
         for piece in self._pieces:
             inside = piece[max(0, first - position) : max(0, stop - position)]

@@ -148,6 +148,13 @@ def test_a_few_rows_do_not_keep_a_large_step_alive() -> None:
         assert piece.untyped_storage().nbytes() <= MOST_IDLE_ROWS * 8 * 4
 
 
+def test_rows_that_stay_cost_nothing_to_keep() -> None:
+    held = HiddenRows(3).appended(torch.zeros(2, 8)).appended(torch.zeros(1, 8))
+    assert (held.first, held.stop) == (3, 6)
+    assert held.between(0, 6) is held.between(3, 9) is held
+    assert (held.between(4, 6).first, held.between(4, 5).stop) == (4, 5)
+
+
 def test_an_adopted_request_that_is_emptied_drafts_again() -> None:
     one = engine(a=6)
     import_request(one.pools, "b", export_request(one.pools, "a"))
