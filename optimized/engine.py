@@ -22,8 +22,9 @@ from optimized.draws import choose_in_nucleus, plan_draws
 from optimized.given_rows import GivenRows
 from optimized.graphs import Shape, one_shape, shape_of
 from optimized.hidden_rows import HiddenRows
+from optimized.plan_pages import PagePlanner
 from optimized.plan_spans import StepLimits
-from optimized.planning import plan_step, split_step
+from optimized.planning import check_growth, plan_step, split_step
 from optimized.runner import Runner, StepOutput
 from optimized.step import PlanItem
 from optimized.text import Text
@@ -95,7 +96,9 @@ class Engine:
         self._shape: Shape | None = None
         self._draft_shape: Shape | None = None
         if options.batch_invariant:
-            tokens = options.max_length or options.pages * options.page_size
+            room = options.pages * options.page_size
+            tokens = min(room, options.max_length or room)
+            PagePlanner(self.pools, options.limits, tokens).check_scores("any", tokens)
             self._shape = one_shape(options.requests, self._most_decoded, options.limits.max_tokens, tokens)
             self._draft_shape = draft_shape(self.pools, options.limits) if self._keeps_hidden else None
         self._requests: dict[str, RequestState] = {}
@@ -114,7 +117,8 @@ class Engine:
     ) -> Engine:
         """Pack the reference's state dict (or its tensors one by one; none is cast) and make pools.
 
-        Raises: NotSupportedError for a config, numerics, layout, device or backend that this code does not implement.
+        Raises: NotSupportedError for a config, numerics, layout, device or backend that this code does not implement;
+        what `from_packed` raises.
         """
         weights = pack_text(state, config, device, dtype, numerics, indexer_rope_layout)
         return cls.from_packed(config, weights, dtype, device, backend, options)
@@ -131,7 +135,8 @@ class Engine:
     ) -> Engine:
         """Make pools beside weights that are packed already, in their dtype and on their device.
 
-        Raises: NotSupportedError for a backend that cannot run here, PoolError for pools that hold nothing.
+        Raises: NotSupportedError for a backend that cannot run here, PoolError for pools that hold nothing; with
+        `batch_invariant`, NotSupportedError or PlanError if the one shape of all steps exceeds the limits.
         """
         options = options or EngineOptions()
         pools = CachePools(
@@ -188,8 +193,8 @@ class Engine:
         """
         self._check_decode(items, count)
         lengths = {item.request: self.length(item.request) for item in items}
+        check_growth(dict.fromkeys(lengths, count), self.pools, self.options.limits)
         try:
-            self.pools.check_room(dict.fromkeys(lengths, count))
             chosen = []
             for number in range(count):
                 sources = [-1] * len(items) if number == 0 else list(range(len(items)))
@@ -238,8 +243,11 @@ class Engine:
         First every row that the draft layer has not seen runs with the target's hidden states and the tokens shifted by
         one, then the layer is driven on its own output. It is left with rows of committed tokens only.
         Raises: see the class; CacheError for a model without a draft layer, another depth than 1 to max_draft_tokens,
-        or a request whose draft layer lacks hidden states.
+        a request given twice, or one whose draft layer lacks hidden states.
         """
+        names = [item.request for item in items]
+        if len(set(names)) < len(names):
+            raise CacheError(f"drafts takes each request once; found {names}")
         for item in items:
             self._check_draft(item)
         if not items:

@@ -64,12 +64,11 @@ def one_shape(requests: int, most_decoded: int, most_rows: int, tokens: int) -> 
 
     Raises: NotSupportedError if that is more rows than a step may have.
     """
-    rows = bucket(requests * most_decoded)
-    if rows is None or rows > most_rows:
+    rows, most_rows = requests * most_decoded, min(most_rows, BUCKETS[-1])
+    if rows > most_rows:
         raise NotSupportedError(
-            f"batch_invariant: every step takes the {requests * most_decoded} rows of {requests} requests with "
-            f"{most_decoded} tokens each, and at most {min(most_rows, BUCKETS[-1])} fit in one; allow fewer requests "
-            f"or drafts"
+            f"batch_invariant: every step takes the {rows} rows of {requests} requests with {most_decoded} tokens "
+            f"each, and at most {most_rows} fit in one; allow fewer requests or drafts"
         )
     return Shape(rows, requests, tokens)
 

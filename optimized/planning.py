@@ -10,7 +10,7 @@ Source: text_model specification, sections 14 to 17.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain
 
 import numpy as np
@@ -80,11 +80,19 @@ def split_step(items: Sequence[PlanItem], pools: CachePools, limits: StepLimits)
     Raises: PlanError for what no cutting makes fit, PoolError or CacheError if the pools cannot hold all of it.
     """
     steps = _split(items, pools, limits, text_track(pools))
-    planner = PagePlanner(pools, limits)
-    for item in items:
-        planner.check_scores(item.request, pools.slots(item.request).length + len(item.token_ids))
-    pools.check_room({item.request: len(item.token_ids) for item in items})
+    check_growth({item.request: len(item.token_ids) for item in items}, pools, limits)
     return steps
+
+
+def check_growth(counts: Mapping[str, int], pools: CachePools, limits: StepLimits) -> None:
+    """Whether the next tokens of these requests can be stepped, in one step or in several.
+
+    Raises: PlanError for index scores that do not fit, PoolError or CacheError if the pools cannot hold all of it.
+    """
+    planner = PagePlanner(pools, limits)
+    for request, count in counts.items():
+        planner.check_scores(request, pools.slots(request).length + count)
+    pools.check_room(counts)
 
 
 def split_draft(items: Sequence[PlanItem], pools: CachePools, limits: StepLimits) -> tuple[tuple[PlanItem, ...], ...]:

@@ -14,7 +14,7 @@ from kernel_checks import DEVICE
 from torch import Tensor
 
 from optimized.engine import DecodeItem, Engine, EngineOptions
-from optimized.errors import NotSupportedError
+from optimized.errors import NotSupportedError, PlanError
 from optimized.plan_spans import StepLimits
 from reference.checkpoint import synthetic_tensors
 from reference.config import tiny
@@ -75,3 +75,13 @@ def test_without_the_mode_company_changes_rounding_only() -> None:
 def test_what_does_not_fit_in_one_step_is_refused_at_once() -> None:
     with pytest.raises(NotSupportedError, match="batch_invariant: every step takes the 30 rows of 6 requests"):
         engine(dataclasses.replace(OPTIONS, requests=6, max_draft_tokens=4, limits=StepLimits(29, 2**26, 2**22)))
+
+
+def test_what_fits_exactly_is_taken_and_a_longer_table_than_the_scores_hold_is_refused_at_once() -> None:
+    exact = dataclasses.replace(OPTIONS, requests=4, max_draft_tokens=0, limits=StepLimits(4, 2**26, 2**22))
+    one = engine(exact)
+    assert one.step([StepItem(name, (5,), "decode") for name in "abcd"]).keys() == set("abcd")
+    short = dataclasses.replace(exact, limits=StepLimits(4, 2**26, 300))
+    with pytest.raises(PlanError, match="96 tokens: the index scores of one query take 512 bytes"):
+        engine(short)
+    assert engine(dataclasses.replace(short, max_length=20)).pools.max_length == 20

@@ -95,3 +95,11 @@ def test_an_emptied_request_has_nothing_to_draft_from() -> None:
     one.truncate("a", 0)
     with pytest.raises(CacheError, match="with 0 tokens"):
         one.draft("a", 1, 1)
+
+
+def test_a_request_given_twice_is_refused() -> None:
+    one = engine()
+    one.step([StepItem("a", (1, 2), "prefill")])
+    with pytest.raises(CacheError, match=r"each request once; found \['a', 'a'\]"):
+        one.drafts([DraftItem("a", 5, 1), DraftItem("a", 6, 2)])
+    assert one.pools.slots("a").draft_length == 0

@@ -14,7 +14,7 @@ from kernel_checks import DEVICE
 from torch import Tensor
 
 from optimized.engine import DecodeItem, Engine, EngineOptions
-from optimized.errors import NotSupportedError, PoolError
+from optimized.errors import NotSupportedError, PlanError, PoolError
 from optimized.graphs import BUCKETS, Recorder, bucket, shape_of
 from optimized.plan_spans import StepLimits
 from optimized.weights import text_places
@@ -199,6 +199,15 @@ def test_what_cannot_be_decoded_changes_nothing() -> None:
             one.decode(items, count)
     assert one.tokens("a") == expected
     assert one.pools.slots("a").length == 20
+
+
+def test_a_decode_whose_last_scores_do_not_fit_is_refused_before_a_ring_is_overwritten() -> None:
+    one = filled(engine(dataclasses.replace(OPTIONS, limits=StepLimits(64, 2**26, 150))), {"a": 6})
+    expected = one.pools.rings.clone()
+    with pytest.raises(PlanError, match="'a' with 46 tokens: the index scores"):
+        one.decode([DecodeItem("a", 5)], 40)
+    assert (one.requests, one.length("a")) == (("a",), 6)
+    assert torch.equal(one.pools.rings.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS[:3], ids=["greedy", "hot", "nucleus"])
