@@ -90,16 +90,16 @@ def reached_by(workload: Workload) -> list[str]:
 
 
 def test_the_sweep_reaches_what_it_should() -> None:
-    """Of the workloads that are drawn, a tenth at least reaches each part of the machinery."""
+    """Of the workloads that are drawn, 4 in 100 at least reach each part of the machinery."""
     counts: Counter[str] = Counter()
 
-    @settings(max_examples=100, database=None)
+    @settings(max_examples=400, database=None)
     @given(workload=workloads(CONFIG.text, MAX_ACTIONS, MAX_TOKENS))
     def draw(workload: Workload) -> None:
         counts.update(reached_by(workload))
 
     draw()
-    assert all(counts[part] >= 10 for part in ("window", "top-k", "ring wrap", "drafts", "taken back")), counts
+    assert all(counts[part] >= 16 for part in ("window", "top-k", "ring wrap", "drafts", "taken back")), counts
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control.id)
