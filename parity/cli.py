@@ -24,6 +24,7 @@ from typer.core import TyperGroup
 from parity import DISTRIBUTION
 from parity.cli_bench import bench
 from parity.cli_generate import generate
+from parity.cli_propose import propose
 from parity.cli_tools import parse_tools
 from parity.cli_traces import compare, diagnose, drift, golden, validate
 from parity.errors import ParityError
@@ -258,7 +259,7 @@ def faults(
         print_catalogue(terminal())
 
 
-for command in (golden, validate, compare, diagnose, drift, bench, generate, parse_tools):
+for command in (golden, validate, compare, propose, diagnose, drift, bench, generate, parse_tools):
     app.command()(command)
 
 

@@ -143,6 +143,7 @@ def diagnose(
     from parity.golden_reference import reference_of
     from parity.golden_trace import golden_trace
     from parity.manifest import DumpError
+    from parity.mapping_hint import mapping_hints
     from parity.report.diagnosis_text import print_diagnosis
     from parity.report.from_findings import layer_kinds, report_of_diagnosis
     from parity.report.terminal import progress_lines, terminal
@@ -169,6 +170,8 @@ def diagnose(
         diagnosis = replace(diagnosis, before=before)
     if recorded.statistics:
         notes = (*notes, f"{len(recorded.statistics)} tensors by sums and samples only: a diagnosis does not use them")
+    if diagnosis.verdict == "unknown":
+        notes += mapping_hints(golden_trace(golden), recorded.trace, diagnosis.before)
     report = report_of_diagnosis(
         diagnosis,
         golden.workload,

@@ -17,6 +17,7 @@ from parity.golden_compare import compare_to_golden
 from parity.golden_file import GOLDEN_FILE, SHIPPED, Golden
 from parity.golden_trace import golden_trace
 from parity.manifest import DumpError
+from parity.mapping_hint import mapping_hints
 from parity.recorded import Recorded, open_recorded
 from parity.same_run import RunIdentity, identity_of_golden, require_same_run, run_differences, weights_warning
 from parity.stored import CLEAR_CHANGES, clear_hidden_choices
@@ -107,6 +108,7 @@ def _against_golden(golden: Golden, actual: Path, options: Options, with_detail:
     shown = detail_of(golden_trace(golden), recorded.trace, with_detail)
     comparison = _with_skipped(found, recorded.skipped)
     notes = (*notes, *_hidden_choices_note(golden, recorded.trace, found))
+    notes += mapping_hints(golden_trace(golden), recorded.trace, found)
     return Compared(comparison, golden.workload, golden.record.dtype, config, shown, notes)
 
 
@@ -122,6 +124,7 @@ def _against_dump(expected: Path, actual: Path, options: Options, with_detail: b
     workload = left.identity.workload or right.identity.workload
     layers = config.text.num_hidden_layers if config else None
     found = compare_dumps(left.trace, right.trace, dtype, workload, layers, left.statistics, right.statistics)
+    notes += mapping_hints(left.trace, right.trace, found)
     skipped = (*left.skipped, *right.skipped)
     shown = detail_of(left.trace, right.trace, with_detail)
     text = config.text if config else None

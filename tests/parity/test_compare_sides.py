@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 from click.testing import Result
-from dumps import CONFIG, edit_manifest, edited
+from dumps import CONFIG, edit_manifest, edited, split_lanes
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
@@ -399,6 +399,31 @@ def test_rows_of_one_side_are_told_in_a_line_a_request(dumps: Path, tmp_path: Pa
     lines = [line for line in told.splitlines() if "that only one side has" in line]
     assert [line.split(":")[1] for line in lines] == [" request a", " request b"]
     assert lines[1].endswith("rows of 152 tensors that only one side has, the first is embeddings with 1")
+
+
+def test_c67_a_layout_is_told_from_a_mistake_and_its_mapping_is_written(dumps: Path, tmp_path: Path) -> None:
+    """Lanes as [even | odd], and a name of the engine's own; the numbers are right."""
+    mapping, folder = tmp_path / "mapping.json", tmp_path / "halves"
+    trace = open_trace(dumps / "right")
+    halves = edited(trace, lambda name, value: {name: split_lanes(value) if name.endswith("attn.q_rope") else value})
+    write_trace(folder, halves, torch.bfloat16, workload=GOLDEN.workload)
+    hint = "note: layers.{i}.attn.q_rope is itself under deinterleaved_to_interleaved: difference 1.00e+00 -> "
+    assert hint in run("compare", "tiny", folder).output
+    assert hint in run("diagnose", "tiny", folder).output
+
+    def rename(manifest: dict) -> None:
+        for tensor in manifest["tensors"]:
+            tensor["name"] = tensor["name"].replace("ffn.router.weights", "gate.w").replace("q_rope", "q_pe")
+
+    edit_manifest(folder, rename)
+    result = run("propose", "tiny", folder, mapping)
+    assert "layers.{i}.attn.q_rope is layers.{i}.attn.q_pe under deinterleaved_to_interleaved" in result.output
+    assert "router" not in run("propose", "tiny", dumps / "right").output, "weights come in the order of their experts"
+    assert first_word(run("compare", "tiny", folder, "--mapping", mapping)) == "AGREES"
+    again = run("propose", "tiny", folder, mapping)
+    assert (again.exit_code, "exists already" in again.stderr) == (EXIT_UNUSABLE, True)
+    assert "no mapping is proposed" in run("propose", "tiny", dumps / "wrong").output
+    assert "is itself" not in run("compare", "tiny", dumps / "wrong").output
 
 
 # Steps
