@@ -41,7 +41,7 @@ from parity.golden_file import (
 )
 from parity.manifest import sha256_of_files
 from parity.router_order import in_order_of_ids
-from parity.schema import decided_by, spec_of
+from parity.schema import PROBES, decided_by, spec_of
 from parity.streamed_run import Run, StageTraces, StreamedRun
 from parity.tolerance import DRAWS, floor_of
 from parity.trace import Trace
@@ -70,11 +70,13 @@ def make_golden(
     """Run `workload` on a checkpoint folder and write the golden `target`, or go on with one that was interrupted.
 
     `names` are globs of what is kept; the scores of a choice are kept with it. `synthetic_seed` is noted down.
-    Raises: GoldenError if `target` exists, or an interrupted export there is of something else; CheckpointError.
+    Raises: GoldenError if `target` exists, or an interrupted export there is of something else, or for a glob that
+    matches no name; CheckpointError.
     """
     target = Path(target)
     numerics = numerics or Numerics()
     folder = CheckpointFolder.open(checkpoint, numerics, ("language", "mtp"))
+    _require_matches(names, folder.config.text.num_hidden_layers, max_draft_tokens)
     record = GoldenRecord(
         config=folder.config.to_json(),
         numerics=dataclasses.asdict(numerics),
@@ -105,6 +107,16 @@ def make_golden(
     progress("hash of the checkpoint's files")
     export.complete(target, sha256_of_files(folder.path / name for name in folder.files))
     return Golden.open(target)
+
+
+def _require_matches(globs: Sequence[str], layers: int, draft_steps: int) -> None:
+    numbers = {"{i}": range(layers), "{s}": range(draft_steps)}
+    known = [spec.pattern for spec in PROBES]
+    for letter, values in numbers.items():
+        known = [name.replace(letter, str(value)) for name in known for value in (values if letter in name else (0,))]
+    for glob in globs:
+        if not fnmatch.filter(known, glob):
+            raise GoldenError(f"{glob!r} matches no tensor's name; names are such as layers.0.output, mtp.0.logits")
 
 
 class _Export:

@@ -258,6 +258,13 @@ def test_a_fault_that_short_prompts_hide_is_found_at_the_indexer(golden, weights
     assert min(flip.position for flip in flips if flip.name.endswith("selected")) >= tiny().text.index_topk
 
 
+def test_a_glob_that_matches_nothing_is_refused_before_anything_is_run(checkpoint, tmp_path):
+    for names in (["layer.*"], ["logits", f"layers.{tiny().text.num_hidden_layers}.output"]):
+        with pytest.raises(GoldenError, match=f"{names[-1]!r} matches no tensor's name".replace("*", r"\*")):
+            make_golden(checkpoint, tmp_path / "golden", Workload.parse("p:a3"), names=names)
+    assert not list(tmp_path.iterdir())
+
+
 def swap_last(golden: Golden, name: str, position: int):
     """Puts the best key that was left out in the place of the worst that was chosen, in one row."""
     table, scores = golden.choices(name, "a"), golden.values(str(decided_by(name)), "a")
