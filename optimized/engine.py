@@ -20,7 +20,7 @@ from optimized.device import Backend, choose
 from optimized.drafting import Drafting, RequestState, draft_shape
 from optimized.draws import choose_in_nucleus, plan_draws
 from optimized.given_rows import GivenRows
-from optimized.graphs import Shape, one_shape, shape_of
+from optimized.graphs import Shape, Turns, one_shape, shape_of
 from optimized.hidden_rows import HiddenRows
 from optimized.plan_pages import PagePlanner
 from optimized.plan_spans import StepLimits
@@ -85,12 +85,14 @@ class Engine:
 
     A run that breaks off (no memory, a listener that replaces what it may not) is taken back. Where it has overwritten
     rows of a ring that are needed for that, the request is freed, or, if it was drafting, cannot draft any more.
+    Calls may come from several streams: each waits on the device for the call before it.
     """
 
     def __init__(self, text: Text, options: EngineOptions):
         self.text, self.options, self.config = text, options, text.config
         self.pools = text.pools
         self.runner = Runner(text, options.graphs, options.limits.max_tokens)
+        self._turns = Turns(self.pools.device)
         self._most_decoded = 1 + self.pools.max_draft_tokens
         self._keeps_hidden = bool(self.config.num_nextn_predict_layers and options.max_draft_tokens)
         self._shape: Shape | None = None
@@ -164,24 +166,25 @@ class Engine:
         given = GivenRows(items, self.text.weights.embeddings_WD)
         lengths = {item.request: self.length(item.request) for item in items if item.request in self._requests}
         logits: dict[str, list[Tensor]] = {item.request: [] for item in items}
-        try:
-            for request in logits:
-                if request not in lengths:
-                    self.pools.open(request)
-                    self._requests[request] = RequestState()
-            for part in self._parts([given.planned(item) for item in items]):
-                for request, logits_TW in self._run(part, last_only, given).items():
-                    logits[request].append(logits_TW)
-            if is_observed():
-                self._show_cache(items)
-        except BaseException:
-            for request in logits:
-                self._take_back(request, lengths.get(request))
-            raise
-        return {
-            request: found[-1] if last_only or len(found) == 1 else torch.cat(found)
-            for request, found in logits.items()
-        }
+        with self._turns.next():
+            try:
+                for request in logits:
+                    if request not in lengths:
+                        self.pools.open(request)
+                        self._requests[request] = RequestState()
+                for part in self._parts([given.planned(item) for item in items]):
+                    for request, logits_TW in self._run(part, last_only, given).items():
+                        logits[request].append(logits_TW)
+                if is_observed():
+                    self._show_cache(items)
+            except BaseException:
+                for request in logits:
+                    self._take_back(request, lengths.get(request))
+                raise
+            return {
+                request: found[-1] if last_only or len(found) == 1 else torch.cat(found)
+                for request, found in logits.items()
+            }
 
     @torch.no_grad()
     def decode(self, items: Sequence[DecodeItem], count: int) -> dict[str, list[int]]:
@@ -194,22 +197,25 @@ class Engine:
         self._check_decode(items, count)
         lengths = {item.request: self.length(item.request) for item in items}
         check_growth(dict.fromkeys(lengths, count), self.pools, self.options.limits)
-        try:
-            chosen = []
-            for number in range(count):
-                sources = [-1] * len(items) if number == 0 else list(range(len(items)))
-                positions = [length + number + 1 for length in lengths.values()]
-                samplings = [item.sampling for item in items]
-                planned = [PlanItem(item.request, (item.next_token,), "decode") for item in items]
-                output = self._forward(planned, (samplings, positions, sources))
-                choose_in_nucleus(output.logits_TW, samplings, positions, self.runner.chosen_R)
-                chosen.append(self.runner.chosen_R[: len(items)].clone())
-                self._keep_hidden({item.request: slice(row, row + 1) for row, item in enumerate(items)}, output)
-            tokens_BN = torch.stack(chosen, dim=1).tolist()
-        except BaseException:
-            for request, length in lengths.items():
-                self._take_back(request, length)
-            raise
+        with self._turns.next():
+            try:
+                chosen = []
+                for number in range(count):
+                    sources = [-1] * len(items) if number == 0 else list(range(len(items)))
+                    positions = [length + number + 1 for length in lengths.values()]
+                    samplings = [item.sampling for item in items]
+                    planned = [PlanItem(item.request, (item.next_token,), "decode") for item in items]
+                    output = self._forward(planned, (samplings, positions, sources))
+                    choose_in_nucleus(output.logits_TW, samplings, positions, self.runner.chosen_R)
+                    chosen.append(self.runner.chosen_R[: len(items)].clone())
+                    self._keep_hidden({item.request: slice(row, row + 1) for row, item in enumerate(items)}, output)
+                    if is_observed():
+                        self._show_cache(planned)
+                tokens_BN = torch.stack(chosen, dim=1).tolist()
+            except BaseException:
+                for request, length in lengths.items():
+                    self._take_back(request, length)
+                raise
         found = {item.request: tokens for item, tokens in zip(items, tokens_BN, strict=True)}
         for item in items:
             self._requests[item.request].token_ids += [item.next_token, *found[item.request][:-1]]
@@ -253,13 +259,14 @@ class Engine:
         if not items:
             return {}
         kept = {item.request: self.pools.slots(item.request).draft_length for item in items}
-        try:
-            logits = Drafting(items, self._requests, self.runner, self.options.limits, self._draft_shape).logits()
-            # The row of the newest token was run with `next_token`, which is not committed; it runs again then.
-            kept = {request: self.length(request) - 1 for request in logits}
-        finally:
-            for request, rows_ in kept.items():
-                self._keep_draft_rows(request, rows_)
+        with self._turns.next():
+            try:
+                logits = Drafting(items, self._requests, self.runner, self.options.limits, self._draft_shape).logits()
+                # The row of the newest token was run with `next_token`, which is not committed; it runs again then.
+                kept = {request: self.length(request) - 1 for request in logits}
+            finally:
+                for request, rows_ in kept.items():
+                    self._keep_draft_rows(request, rows_)
         return logits
 
     def truncate(self, request: str, length: int) -> None:
@@ -280,7 +287,8 @@ class Engine:
         state = self._request(request)
         if new in self._requests:
             raise CacheError(f"cannot fork to {new!r}: a request of that name exists")
-        self.pools.fork(request, new)
+        with self._turns.next():
+            self.pools.fork(request, new)
         self._requests[new] = RequestState(list(state.token_ids), state.hidden)
 
     def free(self, request: str) -> None:
@@ -395,7 +403,7 @@ class Engine:
         state = self._requests[request]
         state.hidden = state.hidden.between(self.pools.first_draft_row(request), state.hidden.stop)
 
-    def _show_cache(self, items: Sequence[StepItem]) -> None:
+    def _show_cache(self, items: Sequence[StepItem] | Sequence[PlanItem]) -> None:
         """The items' rows as the caches give them back; a ring has kept only the last of a long item."""
         for item in items:
             slots = self.pools.slots(item.request)

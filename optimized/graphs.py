@@ -5,7 +5,7 @@ power of two of pages. Its metadata goes to the buffer of that shape, so lengths
 replay are those of the step. Padding rows have position -1, no slot and no key; they reach no row of a request.
 
 Recordings share one memory pool. Their results stay where they are until the same shape runs again, so whoever keeps
-one copies it. A run waits on the device for the run before it, on whatever stream that was.
+one copies it, in the same turn: a turn waits on the device for the one before it, on whatever stream that was.
 
 Where there are no CUDA graphs a recording is the function itself, called again: the same buffers, padding and order.
 Source: performance specification, section 6; cases C38, C39 and C41.
@@ -14,7 +14,8 @@ Source: performance specification, section 6; cases C38, C39 and C41.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -73,6 +74,27 @@ def one_shape(requests: int, most_decoded: int, most_rows: int, tokens: int) -> 
     return Shape(rows, requests, tokens)
 
 
+class Turns:
+    """`with turns.next():` what is queued inside begins when what the turn before has queued is done, on any stream.
+
+    The host waits for nothing. Where there are no streams there is nothing to do.
+    """
+
+    def __init__(self, device: torch.device):
+        self._done = torch.cuda.Event() if device.type == "cuda" else None
+
+    @contextmanager
+    def next(self) -> Iterator[None]:
+        if self._done is None:
+            yield
+            return
+        torch.cuda.current_stream().wait_event(self._done)
+        try:
+            yield
+        finally:
+            self._done.record()
+
+
 class StaticProbes(BatchObserver):
     """Observes a recorded run: keeps copies that every replay fills, to be shown under the step's own requests."""
 
@@ -128,7 +150,6 @@ class Recorder(Generic[Output]):
         self._recordings: dict[Hashable, Recording[Output]] = {}
         self._is_cuda = uploader.device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if self._is_cuda else None
-        self._done = torch.cuda.Event() if self._is_cuda else None
 
     @property
     def recordings(self) -> tuple[Recording[Output], ...]:
@@ -141,17 +162,12 @@ class Recorder(Generic[Output]):
 
         What it returns is overwritten by the next run of that key.
         """
-        if self._done is not None:
-            torch.cuda.current_stream().wait_event(self._done)
         recording = self._recordings.get(key)
         if recording is None:
             recording = self._recordings[key] = self._recorded(plan, function)
         else:
             self._uploader.upload(plan, recording.metadata)
-        output = recording.replay()
-        if self._done is not None:
-            self._done.record()
-        return recording.step, recording.probes, output
+        return recording.step, recording.probes, recording.replay()
 
     def _recorded(self, plan: StepPlan, function: Callable[[DeviceStep, BatchObserver], Output]) -> Recording[Output]:
         metadata = torch.empty(upload_bytes(plan), dtype=torch.uint8, device=self._uploader.device)

@@ -7,6 +7,7 @@ eagerly. On a CPU a recording calls its function again, in float64: the same buf
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from reference.checkpoint import synthetic_tensors
 from reference.config import tiny
 from reference.errors import CacheError
 from reference.generate import generate
-from reference.probe import Override, listening
+from reference.probe import Override, Rows, listening
 from reference.probe import Recorder as ProbeRecorder
 from reference.sampling import Sampling, choose
 from reference.session import DraftItem, StepItem
@@ -54,7 +55,7 @@ def padded_engine() -> Engine:
     one = engine()
     assert one.runner.recorder is not None
     one.runner.recorder = Recorder(one.runner.uploader, ())
-    one.runner.recorder._is_cuda, one.runner.recorder._done = False, None
+    one.runner.recorder._is_cuda = False
     return one
 
 
@@ -275,6 +276,32 @@ def test_probes_are_shown_under_the_step_that_ran_and_cannot_be_replaced() -> No
     assert one.length("a") == 8
 
 
+@pytest.mark.parametrize("graphs", [False, True])
+def test_decode_shows_what_its_steps_show(graphs: bool) -> None:
+    shown = []
+    for is_chained in (True, False):
+        one = filled(engine(dataclasses.replace(OPTIONS, graphs=graphs)), {"a": 6, "b": 11})
+        recorder = ProbeRecorder(("cache.*", "layers.*.output", "logits"))
+        with listening(recorder):
+            if is_chained:
+                tokens = one.decode([DecodeItem("a", 20), DecodeItem("b", 21)], 3)
+            else:
+                for fed in zip((20, *tokens["a"][:-1]), (21, *tokens["b"][:-1]), strict=True):
+                    one.step([StepItem(name, (token,), "decode") for name, token in zip("ab", fed, strict=True)])
+        shown.append(recorder.observations)
+    assert len(shown[0]) == len(shown[1])
+    for ours, expected in zip(*shown, strict=True):
+        assert ours.rows is not None
+        assert expected.rows is not None
+        assert (ours.name, ours.rows.request, ours.rows.kind) == (
+            expected.name,
+            expected.rows.request,
+            expected.rows.kind,
+        )
+        assert torch.equal(ours.rows.positions, expected.rows.positions)
+        assert torch.equal(ours.value, expected.value)
+
+
 def test_c24_c25_weights_that_are_replaced_in_place_are_those_of_the_next_replay() -> None:
     one = filled(engine(), {"a": 6})
     items = [StepItem("a", (5,), "decode")]
@@ -292,6 +319,49 @@ def loaded_into_engine(one: Engine, weights: dict[str, Tensor]) -> None:
     for name, place in text_places(one.text.weights).items():
         for piece, values in zip(place.pieces, weights[name].chunk(len(place.pieces), place.dim), strict=True):
             piece.copy_(values)
+
+
+class Stream:
+    """Stands for a stream and for an event: keeps what was asked of it."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def wait_event(self, event: Stream) -> None:
+        assert event is self
+        self.asked.append("wait")
+
+    def record(self) -> None:
+        self.asked.append("done")
+
+
+@pytest.mark.skipif(IS_CUDA, reason="streams are feigned")
+def test_every_call_waits_for_the_one_before_it_until_its_copies_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, stream = engine(dataclasses.replace(OPTIONS, poison=False)), Stream()
+    one._turns._done = stream  # type: ignore[assignment]
+    recorder, clone = one.runner.recorder, Tensor.clone
+    assert recorder is not None
+    run = recorder.run
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(Tensor, "clone", lambda tensor: stream.asked.append("copy") or clone(tensor))
+    monkeypatch.setattr(recorder, "run", lambda *arguments: stream.asked.append("run") or run(*arguments))
+
+    def asked(call: Callable[[], object]) -> list[str]:
+        stream.asked.clear()
+        call()
+        return stream.asked[:1] + sorted(set(stream.asked[1:-1])) + stream.asked[-1:]
+
+    assert asked(lambda: one.step([StepItem("a", (5,), "decode")])) == ["wait", "copy", "run", "done"]
+    assert asked(lambda: one.decode([DecodeItem("a", 5)], 3)) == ["wait", "copy", "run", "done"]
+    assert asked(lambda: one.drafts([DraftItem("a", 5, 2)])) == ["wait", "copy", "run", "done"]
+    assert asked(lambda: one.fork("a", "b")) == ["wait", "done"]
+    with pytest.raises(CacheError), listening(Override("layers.0.output", refused)):
+        one.step([StepItem("a", (5,), "decode")])
+    assert stream.asked[-1] == "done"
+
+
+def refused(value: Tensor, rows: Rows | None) -> Tensor:
+    raise CacheError("refused")
 
 
 @pytest.mark.skipif(not IS_CUDA, reason="streams are CUDA's")
