@@ -81,7 +81,7 @@ def import_request(pools: CachePools, request: str, exported: ExportedRequest) -
 
 def _in_rows(stack: Tensor) -> Tensor:
     """[Z, pages, page_size, width] as [Z, rows, width], the same memory also where rows are padded."""
-    return stack.view(stack.shape[0], -1, stack.shape[3])
+    return stack.view(stack.shape[0], stack.shape[1] * stack.shape[2], stack.shape[3])
 
 
 def _ring_places(oldest: int, length: int, rows: int, pools: CachePools) -> Tensor:

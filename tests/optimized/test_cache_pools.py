@@ -369,6 +369,19 @@ def test_c35_a_request_moves_between_pools_of_other_pages_and_padding(length):
     assert target.latent_rows("first", 0, range(4))[:, 0].tolist() == [700, 701, 702, 703]
 
 
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+def test_a_model_of_one_kind_of_layer_exports_what_it_has(kind):
+    config = dataclasses.replace(small(), layer_types=(kind,) * 3)
+    source, target = pools_of(config), pools_of(config, page_size=1, pages=30)
+    source.open("a")
+    source.grow("a", 9)
+    source.latents.fill_(3.0)
+    source.rings.fill_(4.0)
+    import_request(target, "a", export_request(source, "a"))
+    assert (target.latents[:, :9] == 3.0).all()
+    assert (target.rings[:, target.slots("a").ring] == 4.0).all()
+
+
 def test_an_imported_request_cannot_go_back_further_than_the_exported_one():
     source, target = pools_of(), pools_of(max_draft_tokens=6)
     source.open("a")
