@@ -48,8 +48,10 @@ class _Commands(TyperGroup):
 
 def _exit_code(error: Exception) -> int:
     from parity.runners import NotSupportedHere, RunnerUnavailable
+    from reference.errors import MissingPackageError
 
-    return EXIT_COULD_NOT_RUN if isinstance(error, NotSupportedHere | RunnerUnavailable) else EXIT_UNUSABLE
+    could_not_run = isinstance(error, NotSupportedHere | RunnerUnavailable | MissingPackageError)
+    return EXIT_COULD_NOT_RUN if could_not_run else EXIT_UNUSABLE
 
 
 app = typer.Typer(

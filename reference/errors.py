@@ -17,6 +17,10 @@ class CheckpointError(NoteError):
     """A checkpoint folder does not hold what its configuration and index promise. Lists every problem found."""
 
 
+class MissingPackageError(NoteError):
+    """A package of one of the extras is needed for this, and not installed."""
+
+
 class TokenIdError(NoteError):
     """A token id lies outside the vocabulary."""
 

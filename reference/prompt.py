@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reference.config import NoteConfig
+from reference.errors import MissingPackageError
 from reference.prompt_media import AROUND, PADS, MediaItem, MediaSpan, VideoItem, check_media
 from reference.prompt_messages import MediaKind, PromptError, checked_text, read_messages
 from reference.prompt_render import (
@@ -225,12 +226,15 @@ def render_template(
     thinking: bool = True,
     add_generation_prompt: bool = True,
 ) -> str:
-    """What a template file writes, in a sandbox set up as transformers does. Raises: PromptError if it fails."""
+    """What a template file writes, in a sandbox set up as transformers does.
+
+    Raises: PromptError if it fails, MissingPackageError without jinja2.
+    """
     try:
         import jinja2
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError as error:
-        raise PromptError("templates need the package jinja2: pip install 'note-parity[prompt]'") from error
+        raise MissingPackageError("jinja2 is needed to run a chat template: install note-parity[prompt]") from error
 
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
@@ -289,7 +293,7 @@ def _without_added(document: Mapping[str, Any], file: Path) -> Tokenizer:
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
-        raise PromptError("prompts need the package tokenizers: pip install 'note-parity[prompt]'") from error
+        raise MissingPackageError("tokenizers is needed to write prompts: install note-parity[prompt]") from error
     silent = dict.fromkeys(("truncation", "padding", "post_processor"))
     try:
         return Tokenizer.from_str(json.dumps(dict(document) | silent | {"added_tokens": []}))

@@ -13,7 +13,3 @@ class ImageError(MediaError):
 
 class VideoError(MediaError):
     """A video is unreadable, has impossible dimensions, or cannot be planned as asked."""
-
-
-class MissingPackageError(MediaError):
-    """The package that reads this file format is not installed."""

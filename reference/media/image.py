@@ -63,7 +63,7 @@ def preprocess_images(
         try:
             parts.append(preprocess_image(source, config, request, rules))
         except ImageError as error:
-            raise ImageError(f"image {number} of {len(sources)} (from 0): {error}") from error
+            raise ImageError(f"images[{number}]: {error}") from error
     return joined(parts)
 
 

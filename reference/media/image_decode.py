@@ -103,8 +103,10 @@ def _decode_file(file: Any, where: str, rules: DecodeRules) -> np.ndarray:
             image = Image.open(file, formats=FORMATS)
     except Image.DecompressionBombError as error:
         raise ImageError(f"{where}: refused as a decompression bomb: {error}") from error
+    except Image.UnidentifiedImageError as error:
+        raise ImageError(f"{where}: not an image of a known format ({', '.join(FORMATS)})") from error
     except Exception as error:  # a parser fed with broken bytes raises nearly anything
-        raise ImageError(f"{where}: not an image of a known format ({', '.join(FORMATS)}): {error!r}") from error
+        raise ImageError(f"{where}: cannot be opened as an image: {error!r}") from error
     with image:
         return _to_rgb(image, where, rules)
 

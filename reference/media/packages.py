@@ -5,7 +5,7 @@ They are the extra `media`; what is computed without a decoder (sizes, budgets, 
 
 from types import ModuleType
 
-from reference.media.errors import MissingPackageError
+from reference.errors import MissingPackageError
 
 
 def pillow_image() -> ModuleType:

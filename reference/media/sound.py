@@ -25,7 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from reference.media.errors import MediaError, MissingPackageError
+from reference.errors import MissingPackageError
+from reference.media.errors import MediaError
 from reference.media.packages import pyav
 from reference.media.video_sound import to_pcm, waveform
 
@@ -84,11 +85,14 @@ def decode(source: Source, max_seconds: float = MAX_SECONDS) -> Sound:
     """
     soundfile = _soundfile()
     name = f"sound of {len(source)} bytes" if isinstance(source, bytes) else os.fspath(source)
+    if not isinstance(source, bytes) and not Path(source).is_file():
+        raise SoundError(f"{name}: not a file")
     try:
         opened = soundfile.SoundFile(io.BytesIO(source) if isinstance(source, bytes) else source)
     except (soundfile.LibsndfileError, OSError) as error:
+        reason = getattr(error, "error_string", error)
         raise SoundError(
-            f"{name}: cannot be opened as sound ({error}); it must be an existing WAV, FLAC, MP3, OGG or AIFF file"
+            f"{name}: cannot be opened as sound ({reason}); it must be a WAV, FLAC, MP3, OGG or AIFF file"
         ) from error
     with opened as file:
         _refuse_lengths(name, source, file, max_seconds)

@@ -159,8 +159,13 @@ def _opened(source: VideoSource) -> Iterator[Any]:
         try:
             container = stack.enter_context(av.open(file, options={"format_whitelist": FORMATS}))
         except Exception as error:  # as above
-            raise VideoError(f"{_name(source)}: not a readable video file: {error}") from error
+            raise VideoError(f"{_name(source)}: not a readable video file: {_reason(error)}") from error
         yield container
+
+
+def _reason(error: Exception) -> str:
+    """FFmpeg's words, without its error numbers."""
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _duration(container: Any, stream: Any) -> float:

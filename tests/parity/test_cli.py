@@ -14,7 +14,7 @@ import parity.cli
 import parity.inspect_model
 from parity.cli import EXIT_COULD_NOT_RUN, EXIT_UNUSABLE, app, main
 from parity.runners import NotSupportedHere, RunnerUnavailable
-from reference.errors import CheckpointError, NoteError
+from reference.errors import CheckpointError, MissingPackageError, NoteError
 
 
 def python(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -51,6 +51,7 @@ def test_wrong_values_exit_with_2(value: str) -> None:
         (CheckpointError("folder: 2 problems\n  one\n  two"), EXIT_UNUSABLE),
         (RunnerUnavailable("transformers is not installed"), EXIT_COULD_NOT_RUN),
         (NotSupportedHere("no draft layer"), EXIT_COULD_NOT_RUN),
+        (MissingPackageError("Pillow is needed"), EXIT_COULD_NOT_RUN),
     ],
 )
 def test_refusals_are_one_message(monkeypatch: pytest.MonkeyPatch, error: NoteError, exit_code: int) -> None:

@@ -14,8 +14,9 @@ from hypothesis import event, example, given
 from hypothesis import strategies as st
 from media_files import movie, smooth
 
+from reference.errors import MissingPackageError
 from reference.media import video_sound
-from reference.media.errors import ImageError, MissingPackageError, VideoError
+from reference.media.errors import ImageError, VideoError
 from reference.media.image import preprocess_image, resize
 from reference.media.image_config import ImageRequest
 from reference.media.video import jpeg_round_trip, prepare_frames, prepare_video
