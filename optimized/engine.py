@@ -394,7 +394,7 @@ class Engine:
         except CacheError:
             # Only after a run that broke off. Without its hidden states the draft layer is refused from here on.
             committed = self.length(request)
-            self.pools.truncate_draft(request, committed - 1)
+            self.pools.truncate_draft(request, min(committed - 1, self.pools.slots(request).draft_length))
             self._requests[request].hidden = HiddenRows(committed)
         self._forget_hidden(request)
 

@@ -132,6 +132,17 @@ def test_a_draft_layer_whose_ring_was_overwritten_by_such_a_draft_is_refused() -
         one.draft("a", 5, 2)
 
 
+def test_a_draft_whose_history_breaks_off_between_its_parts_is_refused() -> None:
+    one, calls = engine(dataclasses.replace(OPTIONS, limits=StepLimits(18, 2**26, 2**22)), a=40), iter((False, True))
+    replace = Override("mtp.0.attn.core", lambda value, rows: value + 1 if next(calls) else value)
+    with listening(replace), pytest.raises(NotSupportedError):
+        one.draft("a", 5, 2)
+    with pytest.raises(CacheError, match="hidden states from row 40 on"):
+        one.draft("a", 5, 2)
+    assert one.tokens("a") == engine(a=40).tokens("a")
+    one.free("a")
+
+
 def test_drafting_requests_together_leaves_those_that_do_not_as_they_were() -> None:
     one, expected = engine(a=6, b=12), engine(a=6, b=12)
     one.drafts([DraftItem("a", 5, 3)])
