@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
 from kernel_checks import DEVICE
 from torch import Tensor
 
+from optimized import graphs
 from optimized.engine import DecodeItem, Engine, EngineOptions
 from optimized.errors import NotSupportedError, PlanError, PoolError
-from optimized.graphs import BUCKETS, Recorder, bucket, shape_of
+from optimized.graphs import BUCKETS, Recorder, Shape, bucket, shape_of
 from optimized.plan_spans import StepLimits
 from optimized.weights import text_places
 from parity.engine_check import OPTIONS as CHECK_OPTIONS
@@ -77,7 +79,26 @@ def test_buckets_hold_what_they_should() -> None:
         assert shape is not None
         assert requests <= shape.rows == shape.requests <= max(16, requests * 3 // 2)
     assert shape_of([4] * 3, 512) == shape_of([4] * 4, 512)
+    assert shape_of([3] * 5, 512) == Shape(24, 8)
+    assert shape_of([3, 3, 3, 3, 2], 512) == Shape(16, 8)
     assert shape_of([1] * 9, 15) is None
+    assert shape_of([5] * 200, 9999) is None
+
+
+@pytest.mark.skipif(IS_CUDA, reason="in bfloat16 padding may choose another token")
+def test_more_requests_than_the_largest_bucket_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "BUCKETS", (1, 2))
+    lengths = {"a": 5, "b": 9, "c": 14}
+    one, expected = (filled(engine(), lengths), filled(engine(dataclasses.replace(OPTIONS, graphs=False)), lengths))
+    assert one.runner.recorder is not None
+    for names in ("abc", "ab"):
+        assert not one.runner.recorder.recordings
+        items = [DecodeItem(name, 20, SAMPLINGS[1]) for name in names]
+        assert one.decode(items, 3) == expected.decode(items, 3)
+        drafts = [DraftItem(name, 5, 2) for name in names]
+        for name, logits in expected.drafts(drafts).items():
+            torch.testing.assert_close(one.drafts(drafts)[name], logits, rtol=0, atol=1e-12)
+    assert one.runner.recorder.recordings
 
 
 @pytest.mark.parametrize("level", ["bfloat16", "float32"] if IS_CUDA else ["exact"])
@@ -276,11 +297,27 @@ def test_probes_are_shown_under_the_step_that_ran_and_cannot_be_replaced() -> No
     assert one.length("a") == 8
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-def test_decode_shows_what_its_steps_show(graphs: bool) -> None:
+def test_listeners_come_and_go_between_steps() -> None:
+    one, recorder = filled(engine(), {"a": 6, "b": 11}), ProbeRecorder(("layers.1.output", "mtp.*.logits"))
+    shown = []
+    for is_heard in (False, True, False, True):
+        recorder.observations.clear()
+        with listening(recorder) if is_heard else nullcontext():
+            one.step([StepItem("a", (5,), "decode")])
+            drafted = one.draft("a", 7, 2)
+        shown.append([seen.name for seen in recorder.observations])
+        one.truncate("a", 6)
+        if is_heard:
+            last = [seen.value[-1] for seen in recorder.observations if seen.name.startswith("mtp")]
+            assert torch.equal(torch.stack(last), drafted)
+    assert shown == [[], ["layers.1.output", "mtp.0.logits", "mtp.1.logits"]] * 2
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_decode_shows_what_its_steps_show(is_recorded: bool) -> None:
     shown = []
     for is_chained in (True, False):
-        one = filled(engine(dataclasses.replace(OPTIONS, graphs=graphs)), {"a": 6, "b": 11})
+        one = filled(engine(dataclasses.replace(OPTIONS, graphs=is_recorded)), {"a": 6, "b": 11})
         recorder = ProbeRecorder(("cache.*", "layers.*.output", "logits"))
         with listening(recorder):
             if is_chained:
