@@ -5,7 +5,9 @@ Read in this order:
 device     which backend each op takes, and why         kernels/, attention/   the ops, each beside its torch twin
 weights    the state dict in packed storage             cache                  pages, rings, who owns what
 planning   a ragged step from lengths alone             step                   its metadata, and the one upload
-text, mtp  the layers over one step                     engine                 many requests, drafts
+text, mtp  the layers over one step                     runner, graphs         one step, launched or recorded
+draws      how the next token is chosen on the device   drafting               the draft layer driven behind a step
+engine     many requests: steps, decoding, drafts
 vision     the towers over many images and frames,      audio                  and over many clips
 model      requests that begin with media              given_rows             embeddings in the place of ids
 bench/     every op and whole steps beside floors and peers
