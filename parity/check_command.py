@@ -17,9 +17,12 @@ from parity.multimodal_case import MultimodalCase
 from parity.oracle_check import check_against_transformers, synthetic_checkpoint
 from parity.report.from_findings import layer_kinds, report_of_check
 from parity.report.records import Report
+from parity.runners import NotSupportedHere
 from parity.vision_case import VisionCase
 from parity.vision_check import check_vision, report_of_vision_check, synthetic_vision_checkpoint
 from parity.workload import Workload
+from reference.checkpoint.folder import CONFIG_FILE
+from reference.config import NoteConfig
 
 # `multimodal` is all of them together.
 Tower = Literal["text", "vision", "audio", "multimodal"]
@@ -54,9 +57,25 @@ class CheckOptions:
 def run_check(
     options: CheckOptions, levels: Sequence[Level], progress: Callable[[str], None]
 ) -> tuple[CheckReport, Report]:
-    """The findings, and their report. Raises: what the checks raise."""
+    """The findings, and their report. Raises: NotSupportedHere for a folder without the tower; as the checks."""
+    if options.folder is not None:
+        _refuse_missing_towers(options.folder, options.tower)
     run = {"text": _text, "vision": _vision, "audio": _audio, "multimodal": _multimodal}[options.tower]
     return run(options, levels, progress)
+
+
+def _refuse_missing_towers(folder: Path, tower: Tower) -> None:
+    """A folder that is none, or whose config is not readable, is for the checks to name."""
+    if tower == "text" or not (folder / CONFIG_FILE).is_file():
+        return
+    config = NoteConfig.from_json(folder / CONFIG_FILE)
+    towers = {"vision": config.vision, "audio": config.audio}
+    for name in (tower,) if tower != "multimodal" else towers:
+        if towers[name] is None:
+            why = f"config.json has no {name}_config"
+            if tower == "multimodal":
+                raise NotSupportedHere(f"{folder}: check --multimodal needs both towers, and {why}")
+            raise NotSupportedHere(f"{folder}: there is no {name} tower to check: {why}")
 
 
 def _text(

@@ -160,7 +160,7 @@ def slice_checkpoint(
 def check(
     folder: Annotated[
         Path | None,
-        typer.Argument(metavar="[CHECKPOINT]", help="A checkpoint folder; without one, a tiny synthetic one."),
+        typer.Argument(metavar="CHECKPOINT", help="A checkpoint folder; without one, a tiny synthetic one."),
     ] = None,
     tower: Annotated[Literal["text", "vision", "audio"], typer.Option(help="Which part of the model.")] = "text",
     multimodal: Annotated[
@@ -199,7 +199,7 @@ def check(
     from parity.check_command import CheckOptions, run_check
     from parity.report.check_text import print_check_report
     from parity.report.terminal import progress_lines, terminal
-    from parity.report.write import write_reports
+    from parity.report.write import check_paths, write_reports
     from parity.workload import WorkloadError
 
     levels = [known for known in LEVELS if known in (level or LEVELS)]
@@ -208,8 +208,14 @@ def check(
     if multimodal and tower != "text":
         raise WorkloadError(f"--multimodal is the whole model: leave --tower {tower} out")
     part = "multimodal" if multimodal else tower
-    if graphs and (part not in ("text", "multimodal") or candidate != "optimized"):
-        raise WorkloadError("--graphs is for the text of the optimized implementation: add --candidate optimized")
+    if graphs and part not in ("text", "multimodal"):
+        raise WorkloadError(f"--graphs records steps of the text model: leave it or --tower {tower} out")
+    for option, is_given in (("device cuda", device == "cuda"), ("backend", backend), ("graphs", graphs)):
+        if is_given and candidate != "optimized":
+            raise WorkloadError(f"--{option} is for the optimized implementation: add --candidate optimized")
+    if workload and drawn:
+        raise WorkloadError("--workload runs that one alone: leave --drawn out")
+    check_paths(json=json, junit=junit, markdown=markdown, html=html)
     options = CheckOptions(part, candidate, folder, workload, drawn, seed, device, backend, graphs)
     with progress_lines() as progress:
         found, report = run_check(options, levels, progress)
@@ -239,16 +245,20 @@ def doctor(json: JsonOption = False) -> None:
 
 @app.command()
 def faults(
-    fault: Annotated[str | None, typer.Argument(metavar="[FAULT]", help="Explain this one.")] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Apply each to the reference and run the sweep.")] = False,
+    fault: Annotated[str | None, typer.Argument(metavar="FAULT", help="Explain this one.")] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Apply each of the text model to the reference and run the sweep.")
+    ] = False,
 ) -> None:
     """The catalogue of known porting mistakes: list it, explain one, or run it against the harness."""
-    from parity.faults.catalogue import CATALOGUE, fault_named
+    from parity.faults.catalogue import CATALOGUE, UnknownFaultError, fault_named
     from parity.faults.verify import verify_tiny
     from parity.report.faults_text import print_catalogue, print_fault, print_matrix
     from parity.report.terminal import progress_lines, terminal
 
     chosen = [fault_named(fault)] if fault else list(CATALOGUE.values())
+    if verify and chosen[0].id not in CATALOGUE:
+        raise UnknownFaultError(f"--verify runs faults of the text model, and {fault} is one of a tower or its files")
     if verify:
         with progress_lines() as progress:
             outcomes = verify_tiny(chosen, progress)

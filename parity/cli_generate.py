@@ -31,7 +31,8 @@ def generate(
         typer.Option(help="transformers has no drafts."),
     ] = "reference",
     dtype: Annotated[
-        Literal["bfloat16", "float32", "float64"], typer.Option(help="Of weights and activations.")
+        Literal["bfloat16", "float32", "float64"],
+        typer.Option(help="Of weights and activations; compare implementations in float32 or float64."),
     ] = "bfloat16",
     numerics: Annotated[
         Literal["default", "transformers", "vllm"],

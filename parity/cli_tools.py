@@ -26,7 +26,7 @@ def parse_tools(
         Path, typer.Option(metavar="FILE", help="The tools: a JSON list, or a request with one under `tools`.")
     ],
     file: Annotated[
-        Path | None, typer.Argument(metavar="[FILE]", help="What the model wrote, UTF-8. [standard input]")
+        Path | None, typer.Argument(metavar="FILE", help="What the model wrote, UTF-8. [standard input]")
     ] = None,
     reasoning: Annotated[
         str,

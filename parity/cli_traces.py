@@ -97,9 +97,10 @@ def compare(
     from parity.report.compare_text import print_comparison
     from parity.report.from_findings import layer_kinds, report_of_comparison
     from parity.report.terminal import terminal
-    from parity.report.write import write_reports
+    from parity.report.write import check_paths, write_reports
     from parity.sides import Options, compare_sides, is_golden
 
+    check_paths(json=json, junit=junit, markdown=markdown, html=html)
     options = Options(mapping, expected_mapping, config, allow_different_run)
     found = compare_sides(expected, actual, options, with_detail=bool(json or html))
     report = report_of_comparison(
@@ -147,9 +148,10 @@ def diagnose(
     from parity.report.diagnosis_text import print_diagnosis
     from parity.report.from_findings import layer_kinds, report_of_diagnosis
     from parity.report.terminal import progress_lines, terminal
-    from parity.report.write import write_reports
+    from parity.report.write import check_paths, write_reports
     from parity.sides import Options, detail_of, recorded_for
 
+    check_paths(json=json, junit=junit, markdown=markdown, html=html)
     golden = Golden.open(expected)
     options = Options(mapping, allow_different_run=allow_different_run)
     recorded, notes = recorded_for(golden, actual, options)
@@ -200,10 +202,12 @@ def drift(
     from parity.drift import drift as measured
     from parity.report.drift_text import print_drift, write_drift
     from parity.report.terminal import progress_lines, terminal
+    from parity.report.write import check_paths
     from parity.runners.reference import ReferenceRunner
     from reference.checkpoint import synthetic_tensors
     from reference.config import tiny
 
+    check_paths(json=json, html=html)
     config = tiny()
     weights = dict(synthetic_tensors(config, seed))
     with progress_lines() as progress:

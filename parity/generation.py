@@ -83,6 +83,8 @@ def read_media(
     Raises: PromptError for a kind that the checkpoint has no tower for; what reading a file raises.
     """
     modalities = _modalities(config)
+    if files.videos and len(files.kinds) > 1:
+        raise PromptError(f"--video: one, and no other media; found {len(files.kinds)} files")
     for kind in files.kinds:
         if kind not in modalities:
             raise PromptError(f"--{kind}: this checkpoint takes {', '.join(modalities) or 'text only'}")

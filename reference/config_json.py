@@ -22,7 +22,13 @@ _FULL_ALIASES = ("full_attention", "indexed_attention", "deepseek_sparse_attenti
 
 def read_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> NoteConfig:
     """See `NoteConfig.from_json`."""
-    return _read_note(_load_object(source))
+    values = _load_object(source)
+    if isinstance(source, Mapping):
+        return _read_note(values)
+    try:
+        return _read_note(values)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error
 
 
 def _load_object(source: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:

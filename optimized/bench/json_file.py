@@ -26,8 +26,9 @@ def to_json(report: BenchReport) -> dict[str, Any]:
 
 def from_json(record: dict[str, Any]) -> BenchReport:
     """Raises: BenchError if this is no report of this version."""
-    if record.get("report_version") != REPORT_VERSION:
-        raise BenchError(f"expected report_version {REPORT_VERSION}, found {record.get('report_version')!r}")
+    found = record.get("report_version") if isinstance(record, dict) else None
+    if found != REPORT_VERSION:
+        raise BenchError(f"not a report of the benchmark: expected report_version {REPORT_VERSION}, found {found!r}")
     try:
         return BenchReport(
             Machine(**{**record["machine"], "missing": tuple(record["machine"]["missing"])}),
@@ -37,7 +38,7 @@ def from_json(record: dict[str, Any]) -> BenchReport:
             tuple(_op_row(row) for row in record["rows"]),
             tuple(_step_row(step) for step in record["steps"]),
         )
-    except (KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
         raise BenchError(f"not a report of the benchmark: {type(error).__name__} {error}") from error
 
 
@@ -60,9 +61,15 @@ def write_json(path: str | Path, report: BenchReport) -> None:
 def read_json(path: str | Path) -> BenchReport:
     """Raises: BenchError if the file is missing, not JSON, or no report."""
     try:
-        return from_json(json.loads(Path(path).read_text(encoding="utf-8")))
-    except (OSError, json.JSONDecodeError) as error:
-        raise BenchError(f"{path}: cannot be read: {error}") from error
+        record = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BenchError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise BenchError(f"{path}: is not valid JSON: {error}") from error
+    try:
+        return from_json(record)
+    except BenchError as error:
+        raise BenchError(f"{path}: {error}") from error
 
 
 def _op_row(row: dict[str, Any]) -> OpRow:

@@ -1,5 +1,7 @@
 """All faults, by section of the fault specification."""
 
+from difflib import get_close_matches
+
 from parity.faults.attention import ATTENTION_FAULTS
 from parity.faults.audio import AUDIO_FAULTS
 from parity.faults.configuration import CONFIGURATION_FAULTS
@@ -60,7 +62,7 @@ def fault_named(fault_id: str) -> Fault:
     every = CATALOGUE | {fault.id: fault for faults in TOWER_SECTIONS.values() for fault in faults}
     if fault_id not in every:
         alike = [other for other in every if fault_id in other or other in fault_id]
-        raise UnknownFaultError(
-            f"no fault {fault_id!r}; {'did you mean ' + ', '.join(alike) if alike else 'see `faults`'}"
-        )
+        alike = alike or get_close_matches(fault_id, every)
+        hint = f"did you mean {', '.join(alike)}?" if alike else "`note-parity faults` lists them"
+        raise UnknownFaultError(f"no fault {fault_id!r}; {hint}")
     return every[fault_id]

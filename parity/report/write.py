@@ -36,8 +36,8 @@ def write_reports(
 
 def write_files(formats: Mapping[str, tuple[str | Path | None, Callable[[], str]]]) -> None:
     """For each format the path that was asked for, and what makes its text. All texts exist before one is written."""
+    check_paths(**{name: path for name, (path, _) in formats.items()})
     paths = {name: Path(path) for name, (path, _) in formats.items() if path is not None}
-    _check(paths)
     texts = {path: formats[name][1]() for name, path in paths.items()}
     for path, text in texts.items():
         _write(path, text)
@@ -53,9 +53,13 @@ def _write(path: Path, text: str) -> None:
         raise ReportError(f"{path}: the report cannot be written: {error.strerror or error}") from error
 
 
-def _check(paths: Mapping[str, Path]) -> None:
+def check_paths(**paths: str | Path | None) -> None:
+    """What can be said of the files of a report before there is one, so that no long run ends in a wrong path.
+
+    Raises: ReportError if a path is a folder, lies in none, or is named twice.
+    """
     seen: dict[Path, str] = {}
-    for name, path in paths.items():
+    for name, path in ((name, Path(path)) for name, path in paths.items() if path is not None):
         if path.is_dir():
             raise ReportError(f"--{name} {path}: is a folder; name a file")
         if not path.parent.is_dir():

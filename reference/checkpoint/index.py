@@ -34,8 +34,11 @@ def read_index(folder: Path) -> tuple[Index, list[Problem]]:
     Raises: CheckpointError if there is no index (a download or conversion that was interrupted), or none to be read.
     """
     path = folder / INDEX_FILE
+    if not folder.is_dir():
+        found = "is a file" if folder.exists() else "no such folder"
+        raise CheckpointError(f"{folder}: {found}; name a checkpoint folder")
     if not path.is_file():
-        files = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else []
+        files = sorted(entry.name for entry in folder.iterdir())
         raise CheckpointError(
             f"{folder}: has no {INDEX_FILE}, which is written last: an interrupted download or conversion, or not a "
             f"checkpoint; it holds {len(files)} files{''.join(f', {name}' for name in files[:5])}. Write it anew"

@@ -1,0 +1,97 @@
+"""What a hasty user types: each gets one line that says what would be right, before anything long has run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from parity.cli import app
+from parity.exit_codes import EXIT_AGREES, EXIT_COULD_NOT_RUN, EXIT_UNUSABLE
+from reference.checkpoint import write_synthetic
+from reference.config import tiny
+
+
+@pytest.fixture(scope="module")
+def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text") / "tiny"
+    write_synthetic(folder, tiny())
+    return folder
+
+
+def refusal(*words: str, code: int = EXIT_UNUSABLE) -> str:
+    """The one line on stderr."""
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == code, result.output
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+@pytest.mark.parametrize("option", [["--device", "cuda"], ["--backend", "triton"], ["--graphs"]])
+@pytest.mark.parametrize("part", [[], ["--multimodal"]])
+def test_an_option_of_the_optimized_one_is_not_ignored(part: list[str], option: list[str]):
+    assert f"{option[0]}" in (line := refusal("check", *part, *option))
+    assert line.endswith("is for the optimized implementation: add --candidate optimized")
+
+
+def test_graphs_are_of_the_text():
+    assert "leave it or --tower audio out" in refusal("check", "--tower", "audio", "--graphs")
+
+
+def test_one_workload_leaves_nothing_to_draw():
+    assert "leave --drawn out" in refusal("check", "--workload", "p:a3", "--drawn", "2")
+
+
+@pytest.mark.parametrize("command", [["check"], ["drift"], ["compare", "tiny", "x"], ["diagnose", "tiny", "x"]])
+def test_a_report_that_could_not_be_written_is_refused_first(tmp_path: Path, command: list[str]):
+    wrong = tmp_path / "none" / "report.json"
+    assert refusal(*command, "--json", str(wrong)) == f"error: --json {wrong}: there is no folder {wrong.parent}"
+
+
+@pytest.mark.parametrize("part", [["--tower", "vision"], ["--tower", "audio"], ["--multimodal"]])
+def test_a_folder_without_the_tower_cannot_be_checked(text_folder: Path, part: list[str]):
+    line = refusal("check", str(text_folder), *part, code=EXIT_COULD_NOT_RUN)
+    assert "tower" in line
+    assert f"config.json has no {'audio' if 'audio' in part else 'vision'}_config" in line
+
+
+@pytest.mark.parametrize("command", [["check"], ["check", "--tower", "vision"], ["golden", "--workload", "p:a3"]])
+def test_what_is_no_folder_is_called_so(tmp_path: Path, command: list[str]):
+    file = tmp_path / "a.png"
+    file.touch()
+    rest = [str(tmp_path / "golden")] if command[0] == "golden" else []
+    assert "no such folder" in refusal(*command, str(tmp_path / "none"), *rest)
+    assert "a.png: is a file" in refusal(*command, str(file), *rest)
+
+
+def test_a_json_that_is_no_config_is_named(tmp_path: Path):
+    (tmp_path / "other.json").write_text("{}")
+    assert "other.json: config: required key" in refusal("inspect", str(tmp_path / "other.json"))
+
+
+@pytest.mark.parametrize("content", [b"\x89PNG", b"[]", b"{", b"{}", b'{"report_version": 1, "machine": []}'])
+def test_a_file_that_is_no_benchmark_is_named(tmp_path: Path, content: bytes):
+    file = tmp_path / "other.json"
+    file.write_bytes(content)
+    line = refusal("bench", "--from", str(file))
+    assert "other.json: " in line
+    assert "not valid JSON" in line or "not a report" in line
+
+
+def test_faults_that_are_spelled_wrong_or_of_a_tower():
+    assert "did you mean swa_theta_on_full" in refusal("faults", "swa_theta_on_ful")
+    assert "did you mean router_fp32" in refusal("faults", "router_f32")
+    assert "`note-parity faults` lists them" in refusal("faults", "zzz")
+    assert "of the text model" in refusal("faults", "vision_merge_order_column_major", "--verify")
+
+
+def test_a_shown_benchmark_needs_no_gpu(tmp_path: Path):
+    records = sorted((Path(__file__).parents[2] / "optimized" / "bench" / "results").glob("*.json"))
+    assert records
+    for record in records:
+        shutil.copy(record, tmp_path / "run.json")
+        assert CliRunner().invoke(app, ["bench", "--from", str(tmp_path / "run.json")]).exit_code == EXIT_AGREES
