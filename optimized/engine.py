@@ -191,7 +191,8 @@ class Engine:
         """Step `count` times, each request with its next token, then with the token just chosen for it.
 
         Returns the `count` tokens chosen for each request, the last of which is not stepped. Tokens pass from step to
-        step on the device: the host plans ahead and waits once, at the end.
+        step on the device: the host plans ahead and waits once, at the end; with a nucleus (top_p below 1) in each
+        step.
         Raises: see the class; CacheError for a request that is not there or given twice, or a count below 1.
         """
         self._check_decode(items, count)
@@ -225,7 +226,7 @@ class Engine:
         """Go on with a request whose rows the pools hold already, imported or written otherwise.
 
         It cannot draft, for the hidden states of these tokens are not there. Raises: CacheError unless the pools hold
-        exactly these tokens.
+        exactly these tokens, PoolError if they have no such request.
         """
         slots = self.pools.slots(request)
         if request in self._requests or slots.length != len(token_ids):

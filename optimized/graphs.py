@@ -29,7 +29,7 @@ from reference.probe import is_observed, scoped
 
 Output = TypeVar("Output")
 
-# Powers of two, and from 16 on steps of at most an eighth: padding costs bandwidth where rows route to experts.
+# Powers of two, 24, and from 32 on four to an octave: padding costs bandwidth where rows route to experts.
 BUCKETS = (1, 2, 4, 8, 16, *range(24, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, 513, 64))
 
 
@@ -48,7 +48,7 @@ class Shape:
 
 
 def shape_of(counts: Sequence[int], most_rows: int) -> Shape | None:
-    """The shape for items of `counts` tokens; None if it would have more than `most_rows` rows.
+    """The shape for items of `counts` tokens; None if it would have more rows than `most_rows` or the largest bucket.
 
     Items of one size get as many rows as that many requests take, so that 1 + d tokens each need no further padding.
     """

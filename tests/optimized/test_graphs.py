@@ -304,13 +304,13 @@ def test_listeners_come_and_go_between_steps() -> None:
         recorder.observations.clear()
         with listening(recorder) if is_heard else nullcontext():
             one.step([StepItem("a", (5,), "decode")])
-            drafted = one.draft("a", 7, 2)
+            drafted = one.draft("a", 7, 3)
         shown.append([seen.name for seen in recorder.observations])
         one.truncate("a", 6)
         if is_heard:
             last = [seen.value[-1] for seen in recorder.observations if seen.name.startswith("mtp")]
             assert torch.equal(torch.stack(last), drafted)
-    assert shown == [[], ["layers.1.output", "mtp.0.logits", "mtp.1.logits"]] * 2
+    assert shown == [[], ["layers.1.output", "mtp.0.logits", "mtp.1.logits", "mtp.2.logits"]] * 2
 
 
 @pytest.mark.parametrize("is_recorded", [False, True])
