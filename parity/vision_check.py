@@ -108,7 +108,8 @@ def check_vision(
     """Run `cases`, or the boundary cases and `drawn` random ones, at each level; the optimized tower on `device`.
 
     Raises: CheckpointError, ConfigError for the folder; NotSupportedHere for a folder without a vision tower,
-    RunnerUnavailable without transformers, or without the device or backend that is asked for.
+    RunnerUnavailable without transformers, or without the device or backend that is asked for; MediaError and
+    VisionFileError for the files of a case.
     """
     numerics = VisionNumerics.preset("transformers") if candidate == "transformers" else VisionNumerics()
     config = CheckpointFolder.open(folder, None, ("vision",)).config

@@ -44,8 +44,9 @@ def run_case(
 ) -> Values:
     """One run. A tensor goes through the listeners `before`, is recorded, and goes through those `after`."""
     recorder = Recorder()
+    pixels_NX, grids = case.inputs(vision)
     with listening(*before, recorder, *after):
-        runner.embed(case.pixels(vision), case.grids)
+        runner.embed(pixels_NX, grids)
     return concatenated(recorder.observations)
 
 
