@@ -65,11 +65,12 @@ def one_shape(requests: int, most_decoded: int, most_rows: int, tokens: int) -> 
 
     Raises: NotSupportedError if that is more rows than a step may have.
     """
-    rows, most_rows = requests * most_decoded, min(most_rows, BUCKETS[-1])
+    needed, most_rows = requests * most_decoded, min(most_rows, BUCKETS[-1])
+    rows = bucket(needed) or needed
     if rows > most_rows:
         raise NotSupportedError(
-            f"batch_invariant: every step takes the {rows} rows of {requests} requests with {most_decoded} tokens "
-            f"each, and at most {most_rows} fit in one; allow fewer requests or drafts"
+            f"batch_invariant: every step takes the {needed} rows of {requests} requests with {most_decoded} tokens "
+            f"each, padded to {rows}, and at most {most_rows} fit in one; allow fewer requests or drafts"
         )
     return Shape(rows, requests, tokens)
 
