@@ -180,7 +180,7 @@ def check(
         list[str] | None, typer.Option(help="exact, float32 or bfloat16; may be repeated. [all three]")
     ] = None,
     workload: Annotated[
-        str | None, typer.Option(metavar="LINE", help="Run only this one, as reports print it; towers also read file:PATH.")
+        str | None, typer.Option(metavar="LINE", help="Run only this, as reports print it; of towers also file:PATH.")
     ] = None,
     drawn: Annotated[int, typer.Option(min=0, help="Random workloads beside the boundary ones.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of weights, tokens and random workloads.")] = 0,
