@@ -74,7 +74,7 @@ def test_without_the_mode_company_changes_rounding_only() -> None:
 
 def test_what_does_not_fit_in_one_step_is_refused_at_once() -> None:
     with pytest.raises(
-        NotSupportedError, match="takes the 30 rows of 6 requests with 5 tokens each, padded to 32, and at most 29"
+        NotSupportedError, match="30 rows of 6 requests with 5 tokens each, padded to 32, and at most 29"
     ):
         engine(dataclasses.replace(OPTIONS, requests=6, max_draft_tokens=4, limits=StepLimits(29, 2**26, 2**22)))
 
