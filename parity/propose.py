@@ -274,6 +274,8 @@ def _distance(
     for _, other in parts[1:]:
         if other.shape != total.shape:
             return float("inf")
+        if total.dtype != other.dtype or total.itemsize == 1:
+            total, other = total.double(), other.double()  # 8-bit numbers do not add, nor mix with others
         total = total + other
     common = [(row, positions.index(position)) for row, position in enumerate(expected[0]) if position in positions]
     if not common:
