@@ -24,6 +24,12 @@ DEPENDENCIES = (
     ("transformers", "note-parity check: the oracle (extra `oracle`, 5.24)"),
     ("numpy", "synthetic weights"),
     ("safetensors", "checkpoints, dumps, goldens"),
+    ("tokenizers", "prompts (extra `prompt`)"),
+    ("jinja2", "reports, and chat templates as files"),
+    ("pillow", "images (extra `media`)"),
+    ("av", "videos, and MP3 without a length (extra `media`)"),
+    ("soundfile", "sound files (extra `media`)"),
+    ("soxr", "sound files of other rates than 16 kHz (extra `media`)"),
 )
 
 

@@ -1,8 +1,9 @@
-"""What `note-parity doctor` found, as text: one line that says what can run, then a table for each kind of fact."""
+"""What `note-parity doctor` found, as text: one line that says what can run, then the facts, kind by kind."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from textwrap import fill
 
 from rich.console import Console
 
@@ -29,10 +30,9 @@ def print_examination(found: Examination, console: Console) -> None:
             )
         print_table(table, console)
     for device, choices in found.choices.items():
-        table = plain_table(f"Backend of each op on {device}", ("ops", "backend", "why"))
         for backend, reason, ops in _grouped(choices):
-            table.add_row(", ".join(ops), backend, reason)
-        print_table(table, console)
+            print_line(f"Ops on {device}: {backend} ({reason})", console)
+            print_line(fill(", ".join(ops), console.width, initial_indent="  ", subsequent_indent="  "), console)
     table = plain_table("Optional kernels", ("package", "for", "state", "detail"))
     for package in found.packages:
         table.add_row(package.distribution, package.use, "works" if package.works else "not used", package.detail)
