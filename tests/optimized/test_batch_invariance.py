@@ -65,6 +65,22 @@ def test_a_request_has_the_same_bytes_alone_and_in_company(graphs: bool) -> None
         torch.testing.assert_close(alone, together, rtol=0, atol=0 if IS_CUDA else 1e-12)
 
 
+def test_all_steps_from_the_caches_take_one_shape() -> None:
+    one = engine(dataclasses.replace(OPTIONS, graphs=True))
+    assert one.runner.recorder is not None
+    for turn in range(20):
+        names = "abc"[: 1 + turn % 3]
+        one.step([StepItem(name, (5 + turn,) * (1 + turn % 2), "verify") for name in names])
+        one.drafts([DraftItem(name, 7, 2) for name in names])
+    assert one.length("a") == 30
+    recordings = one.runner.recorder.recordings
+    assert len(recordings) == 2
+    for recording in recordings:
+        pages = recording.step.pages
+        # As wide as for the longest request that the pages hold: 24 pages of 4.
+        assert pages is None or (pages.decode.keys, pages.block_table_BP.shape) == (128, (3, 32))  # type: ignore[union-attr]
+
+
 @pytest.mark.skipif(IS_CUDA, reason="in bfloat16 rounding may flip an expert; the sweep of parity judges such rows")
 def test_without_the_mode_company_changes_rounding_only() -> None:
     options = dataclasses.replace(OPTIONS, batch_invariant=False)

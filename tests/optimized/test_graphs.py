@@ -144,6 +144,36 @@ def test_a_smaller_batch_behind_a_larger_one_sees_nothing_of_it() -> None:
         assert same(recorded.step(items), eager.step(items)), names
 
 
+def test_what_was_returned_outlives_the_recording_s_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay overwrites what the last one of its shape has returned; here that is spoilt before every run."""
+    lengths = {"a": 6, "b": 11}
+    one, expected = filled(engine(), lengths), filled(padded_engine(), lengths)
+    recorder, returned = one.runner.recorder, {}
+    assert recorder is not None
+    run = recorder.run
+
+    def spoiling_run(key, plan, function):
+        for tensor in returned.get(key, ()):
+            tensor.fill_(float("nan"))
+        step, probes, output = run(key, plan, function)
+        fields = (getattr(output, field.name) for field in dataclasses.fields(output))
+        returned[key] = [tensor for tensor in fields if tensor is not None and tensor.is_floating_point()]
+        return step, probes, output
+
+    monkeypatch.setattr(recorder, "run", spoiling_run)
+    results: list[list[dict[str, Tensor]]] = [[], []]
+    for engine_, found in zip((one, expected), results, strict=True):
+        for turn in range(3):
+            for last_only in (False, True):
+                items = [StepItem(name, (20 + turn, 30), "verify") for name in lengths]
+                found.append(engine_.step(items, last_only))
+                found.append(engine_.step([StepItem(name, (40 + turn,), "decode") for name in lengths], last_only))
+        engine_.decode([DecodeItem(name, 5) for name in lengths], 3)
+        found.append(engine_.drafts([DraftItem("a", 5, 4), DraftItem("b", 5, 4)]))
+    for ours, theirs in zip(*results, strict=True):
+        assert same(ours, theirs)
+
+
 def test_padding_rows_of_nan_reach_no_other_row() -> None:
     clean = filled(engine(), {"a": 6, "b": 11, "c": 30})
     spoilt = engine()
