@@ -65,6 +65,25 @@ def test_a_request_has_the_same_bytes_alone_and_in_company(graphs: bool) -> None
         torch.testing.assert_close(alone, together, rtol=0, atol=0 if IS_CUDA else 1e-12)
 
 
+def test_every_prompt_runs_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, ran = engine(OPTIONS), []
+    step, draft = one.runner.step, one.runner.draft
+    monkeypatch.setattr(one.runner, "step", lambda plan, *others: ran.append(plan) or step(plan, *others))
+    monkeypatch.setattr(one.runner, "draft", lambda number, plan, rows: ran.append(plan) or draft(number, plan, rows))
+
+    def counts() -> list[dict[str, int]]:
+        found = [{item.request: len(item.token_ids) for item in plan.items} for plan in ran]
+        ran.clear()
+        return found
+
+    one.step(
+        [StepItem("a", (4,) * 20, "prefill"), StepItem("b", (5, 6), "prefill"), StepItem("c", (7,) * 9, "prefill")]
+    )
+    assert counts() == [{"b": 2}, {"a": 16}, {"a": 4}, {"c": 9}]
+    one.drafts([DraftItem(name, 7, 2) for name in "abc"])
+    assert counts() == [{"b": 2}, {"a": 16}, {"a": 4}, {"c": 9}, {"b": 1, "a": 1, "c": 1}]
+
+
 def test_all_steps_from_the_caches_take_one_shape() -> None:
     one = engine(dataclasses.replace(OPTIONS, graphs=True))
     assert one.runner.recorder is not None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
 
 from optimized.cache_export import export_request, import_request
-from optimized.engine import Engine, EngineOptions
+from optimized.engine import DecodeItem, Engine, EngineOptions
 from optimized.errors import NotSupportedError, PoolError
 from optimized.hidden_rows import MOST_IDLE_ROWS, HiddenRows
 from optimized.plan_spans import StepLimits
@@ -95,6 +96,19 @@ def test_a_step_that_breaks_off_is_taken_back(length: int, count: int) -> None:
         one.step([StepItem("a", tuple(range(count)), "decode"), StepItem("new", (1, 2), "prefill")])
     assert one.pools.requests == ("a",)
     assert_goes_on(one, expected)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_a_decode_that_breaks_off_is_taken_back(graphs: bool, steps: int) -> None:
+    options = dataclasses.replace(OPTIONS, graphs=graphs)
+    one, expected, calls = engine(options, a=6, b=7), engine(options, a=6, b=7), itertools.count()
+    replace = Override("layers.3.attn.core", lambda value, rows: value + 1 if next(calls) >= 2 * steps else value)
+    with listening(replace), pytest.raises(NotSupportedError):
+        one.decode([DecodeItem("a", 5), DecodeItem("b", 6)], 4)
+    for request in ("a", "b"):
+        assert one.pools.slots(request).length == expected.pools.slots(request).length
+        assert_goes_on(one, expected, request)
 
 
 def test_a_request_whose_ring_was_overwritten_by_such_a_step_is_freed() -> None:

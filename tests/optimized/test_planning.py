@@ -318,6 +318,15 @@ def test_a_padded_step_holds_no_prefill():
         plan_step([item("a", 4)], opened(pools_of(), a=0), ROOMY, rows=12)
 
 
+def test_a_step_as_wide_as_for_more_tokens_has_scores_for_them_or_is_refused():
+    pools, limits = opened(pools_of(), a=3), StepLimits(99, 20_000, 300)
+    plan = plan_step([item("a", 1)], pools, limits, 4, 2, 60)
+    assert plan.pages.decode.keys == pools.page_size * plan.pages.block_table_BP.shape[1] == 64
+    with pytest.raises(PlanError, match="the index scores of one query take 512 bytes"):
+        plan_step([item("a", 1)], pools, limits, 4, 2, 65)
+    assert pools.slots("a").length == 4
+
+
 def test_a_plan_depends_on_lengths_only():
     plans = []
     for token_id in (3, 9):
