@@ -80,14 +80,6 @@ class CheckReport:
             _summary(level, runs) for level in LEVELS if (runs := [run for run in self.runs if run.level == level])
         )
 
-    def worst_by_name(self, level: Level) -> dict[str, ProbeResult]:
-        """The worst result of every name over the runs of a level."""
-        worst: dict[str, ProbeResult] = {}
-        for result in _results(run for run in self.runs if run.level == level):
-            if result.name not in worst or result.excess > worst[result.name].excess:
-                worst[result.name] = result
-        return worst
-
 
 def check(
     reference: Callable[[Level], Reference],

@@ -140,9 +140,12 @@ def slice_checkpoint(
     source: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="The folder to cut from.")],
     target: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to write.")],
     layer: Annotated[
-        list[int], typer.Option(min=0, help="A layer to keep; may be repeated. Renumbered in this order.")
+        list[int],
+        typer.Option(min=0, metavar="NUMBER", help="A layer to keep; may be repeated. Renumbered in this order."),
     ],
-    experts: Annotated[int | None, typer.Option(min=1, help="Keep the first so many experts. [all]")] = None,
+    experts: Annotated[
+        int | None, typer.Option(min=1, metavar="COUNT", help="Keep the first so many experts. [all]")
+    ] = None,
     mtp: Annotated[bool, typer.Option(help="Keep the draft layer.")] = True,
 ) -> None:
     """Cut some layers and experts out of a checkpoint, router rows and bias included, bytes unchanged.
@@ -177,12 +180,13 @@ def check(
         bool, typer.Option("--graphs", help="Decode, verification and drafts of the optimized one from recordings.")
     ] = False,
     level: Annotated[
-        list[str] | None, typer.Option(help="exact, float32 or bfloat16; may be repeated. [all three]")
+        list[str] | None,
+        typer.Option(metavar="LEVEL", help="exact, float32 or bfloat16; may be repeated. [all three]"),
     ] = None,
     workload: Annotated[
         str | None, typer.Option(metavar="LINE", help="Run only this, as reports print it; of towers also file:PATH.")
     ] = None,
-    drawn: Annotated[int, typer.Option(min=0, help="Random workloads beside the boundary ones.")] = 0,
+    drawn: Annotated[int, typer.Option(min=0, metavar="COUNT", help="Random workloads beside the boundary ones.")] = 0,
     seed: Annotated[int, typer.Option(help="Seed of weights, tokens and random workloads.")] = 0,
     verbose: Annotated[bool, typer.Option(help="Every tensor, not only the worst of each layer.")] = False,
     json: JsonFile = None,

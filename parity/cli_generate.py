@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What the user says.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What the user says.")],
     checkpoint: Annotated[Path, typer.Option(metavar="DIR", help="Weights, tokenizer.json, generation_config.json.")],
     image: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="May be repeated.")] = None,
     audio: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="May be repeated.")] = None,

@@ -34,10 +34,6 @@ class Recorded:
     identity: RunIdentity
     skipped: tuple[str, ...] = ()
 
-    @property
-    def is_empty(self) -> bool:
-        return not self.statistics and not self.trace.names()
-
 
 def open_recorded(
     path: Path, mapping: str | None = None, config: NoteConfig | None = None, workload: Workload | None = None

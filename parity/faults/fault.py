@@ -6,7 +6,6 @@ hypothesis about that port (this is the diagnosis).
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -129,11 +128,3 @@ def scaled(pattern: str, factor: float) -> Callable[[Weights, NoteConfig], Weigh
         return {name: tensor * factor if pattern in name else tensor for name, tensor in weights.items()}
 
     return edit
-
-
-def with_attributes(instance: Any, **changes: Any) -> Any:
-    """A shallow copy of an object with some attributes replaced: for patched constructors."""
-    changed = copy.copy(instance)
-    for name, value in changes.items():
-        setattr(changed, name, value)
-    return changed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,11 +13,8 @@ from parity.findings import ProbeResult
 from parity.runners.reference_vision import VisionReferenceRunner, run_case
 from parity.schema_vision import vision_pattern_of
 from parity.vision_case import VisionCase
-from parity.vision_check import boundary_cases
 from parity.vision_compare import VisionComparison, compare_vision, compare_vision_exact
-from reference.checkpoint import synthetic_tensors
 from reference.config import NoteConfig
-from reference.vision import tiny_with_vision
 
 
 class VisionOutcome(Outcome):
@@ -41,20 +38,6 @@ def verify_vision(
                 error = first.error if isinstance(first, ProbeResult) else first.exchange.gap
                 return VisionOutcome(fault, mode, case, first.name, error)
     return VisionOutcome(fault, None, None, None, 0.0)
-
-
-def verify_tiny_vision(
-    faults: Sequence[Fault], progress: Callable[[str], None] = lambda line: None
-) -> list[VisionOutcome]:
-    """Each fault on the tiny synthetic tower, over the boundary cases."""
-    config = tiny_with_vision()
-    assert config.vision
-    weights = dict(synthetic_tensors(config))
-    outcomes = []
-    for number, fault in enumerate(faults, 1):
-        progress(f"fault {number} of {len(faults)}: {fault.id}")
-        outcomes.append(verify_vision(fault, config, weights, boundary_cases(config.vision)))
-    return outcomes
 
 
 def _compared(
