@@ -1,6 +1,7 @@
 """The options of every subcommand that compares: where to write the report besides the terminal.
 
-A subcommand takes them as parameters and ends with `write_reports(report, json, junit, markdown, html)`:
+A subcommand takes them as parameters, begins with `check_paths(json=json, …)`, before anything long, and ends with
+`write_reports(report, json, junit, markdown, html)`:
 
     json: JsonFile = None, junit: JunitFile = None, markdown: MarkdownFile = None, html: HtmlFile = None
 """
