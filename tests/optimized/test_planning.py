@@ -406,6 +406,22 @@ def test_one_copy_brings_a_plan_and_nothing_waits_for_the_device(monkeypatch):
     assert all(np.array_equal(a, b.numpy()) for a, b in zip(found, sent, strict=True))
 
 
+def test_a_host_buffer_is_used_again_only_after_the_copy_out_of_it():
+    class Copied:
+        def __init__(self, number: int):
+            self.number = number
+
+        def synchronize(self) -> None:
+            waited.append(self.number)
+
+    waited: list[int] = []
+    uploader = Uploader("cpu", buffers=3)
+    uploader._copied = [Copied(number) for number in range(3)]
+    for _ in range(5):
+        uploader.upload(plan_step([item("a", 1)], opened(pools_of(), a=3), ROOMY))
+    assert waited == [0, 1, 2, 0, 1]
+
+
 def test_plans_of_equal_shapes_land_at_equal_addresses():
     uploader, pools = Uploader("cpu"), opened(pools_of(), a=1)
     out = torch.empty(10_000, dtype=torch.uint8)
