@@ -20,7 +20,7 @@ test: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/pytest -n 2 -q --hypothesis-profile ci
+	$(BIN)/pytest -n 2 --dist worksteal -q --hypothesis-profile ci
 
 explore: $(INSTALLED)
 	$(BIN)/pytest -n 2 -q --hypothesis-profile explore --timeout 3600

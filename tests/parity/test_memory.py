@@ -37,16 +37,16 @@ write_record(folder / "golden", record.model_copy(update={"parts": parts, "workl
 """
 
 COMPARE = """
-import resource, sys
+import sys
 from pathlib import Path
 from parity.golden_compare import compare_to_golden
 from parity.golden_file import Golden
 from parity.trace_file import open_trace
 
 folder = Path(sys.argv[1])
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) * 1024
 comparison = compare_to_golden(Golden.open(folder / "golden"), open_trace(folder / "dump"))
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+peak = int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0]) * 1024
 print(comparison.compared, comparison.first.name, before, peak)
 """
 
