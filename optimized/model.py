@@ -26,9 +26,9 @@ from reference.checkpoint.load_audio import PREFIX as AUDIO
 from reference.config import NoteConfig
 from reference.errors import CacheError, ConfigError, TokenIdError
 from reference.layers.indexer import RopeLayout
-from reference.layers.vision_grid import Grid, patch_count
+from reference.layers.vision_grid import Grid
 from reference.media.mel import Features
-from reference.model import TOWERS, Tower
+from reference.model import TOWERS, Tower, rows_of_each
 from reference.model_media import ImageInput, MediaInput, PaddedVideoInput, SoundInput, grid_of, tower_inputs
 from reference.model_scatter import MediaRows, PlaceholderError, placements
 from reference.prompt_media import MediaSpan
@@ -160,12 +160,7 @@ class NoteEngine:
             raise PlaceholderError(f"request {request!r}: has images or frames, and the vision tower is left out")
         grids = [grid_of(item) for item in items]
         rows_MD = self.vision(torch.cat([item.patches.pixels_PX for item in items]), grids, request)
-        square = self.config.vision.spatial_merge_size**2
-        split = rows_MD.split([patch_count([grid]) // square for grid in grids])
-        return [
-            MediaRows("image" if isinstance(item, ImageInput) else "video", own_MD)
-            for item, own_MD in zip(items, split, strict=True)
-        ]
+        return rows_of_each(rows_MD, items, self.config.vision.spatial_merge_size)
 
     def _heard(self, items: Sequence[SoundInput], request: str) -> list[MediaRows]:
         if not items:

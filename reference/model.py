@@ -138,12 +138,7 @@ class NoteModel(TextModel):
         device = self.lm_head.weight.device
         pixels_NX = torch.cat([item.patches.pixels_PX for item in items]).to(device)
         rows_MD = self.vision_encoder(pixels_NX, grids, request)
-        square = self.vision_encoder.config.spatial_merge_size**2
-        split = rows_MD.split([patch_count([grid]) // square for grid in grids])
-        return [
-            MediaRows("image" if isinstance(item, ImageInput) else "video", own_MD)
-            for item, own_MD in zip(items, split, strict=True)
-        ]
+        return rows_of_each(rows_MD, items, self.vision_encoder.config.spatial_merge_size)
 
     def _heard(self, items: Sequence[SoundInput], request: str) -> list[MediaRows]:
         if not items:
@@ -155,6 +150,17 @@ class NoteModel(TextModel):
         return [
             MediaRows("audio", self.audio_encoder(own, f"{request}.sound{number}")) for number, own in enumerate(moved)
         ]
+
+
+def rows_of_each(
+    rows_MD: Tensor, items: Sequence[ImageInput | PaddedVideoInput], spatial_merge_size: int
+) -> list[MediaRows]:
+    """The vision tower's rows of several images and videos, [M, D], cut into those of each."""
+    counts = [patch_count([grid_of(item)]) // spatial_merge_size**2 for item in items]
+    return [
+        MediaRows("image" if isinstance(item, ImageInput) else "video", own_MD)
+        for item, own_MD in zip(items, rows_MD.split(counts), strict=True)
+    ]
 
 
 def checked_towers(config: NoteConfig, towers: Collection[Tower] | None) -> tuple[Tower, ...]:
