@@ -20,7 +20,7 @@ from optimized.device import Backend, choose
 from optimized.drafting import Drafting, RequestState, draft_shape
 from optimized.draws import choose_in_nucleus, plan_draws
 from optimized.given_rows import GivenRows
-from optimized.graphs import Shape, Turns, one_shape, shape_of
+from optimized.graphs import MOST_RECORDINGS, Shape, Turns, one_shape, shape_of
 from optimized.hidden_rows import HiddenRows
 from optimized.plan_pages import PagePlanner
 from optimized.plan_spans import StepLimits
@@ -50,9 +50,12 @@ class EngineOptions:
     with a draft layer keeps the hidden states of what a request has appended since it last drafted.
     `max_length` bounds a request in tokens; None: only the pages do. `limits` bounds what runs at once.
     `graphs`: steps that run from the caches alone (decode, verification, drafts) are padded to a few shapes, each
-    recorded when it first occurs and replayed from then on; prefill runs eagerly, apart from them.
+    recorded when it first occurs and replayed from then on; prefill runs eagerly, apart from them. The `recordings`
+    that ran last are kept.
     `batch_invariant`: a request's bytes are the same alone and in company. All steps that run from the caches take one
     shape, the largest, and every prompt and draft history runs by itself: slower by what that pads and does not share.
+    `packages`: optional ones that work here do what they are faster at (`optimized.packages`): on a GPU, where no
+    backend is asked for, and not with `batch_invariant`. False refuses them.
     `poison` and `disjoint_numbers` are for tests: see `CachePools`.
     """
 
@@ -63,7 +66,9 @@ class EngineOptions:
     max_length: int | None = None
     limits: StepLimits = DEFAULT_LIMITS
     graphs: bool = False
+    recordings: int = MOST_RECORDINGS
     batch_invariant: bool = False
+    packages: bool = True
     poison: bool = False
     disjoint_numbers: bool = False
 
@@ -91,7 +96,7 @@ class Engine:
     def __init__(self, text: Text, options: EngineOptions):
         self.text, self.options, self.config = text, options, text.config
         self.pools = text.pools
-        self.runner = Runner(text, options.graphs, options.limits.max_tokens)
+        self.runner = Runner(text, options.graphs, options.limits.max_tokens, options.recordings)
         self._turns = Turns(self.pools.device)
         self._most_decoded = 1 + self.pools.max_draft_tokens
         self._keeps_hidden = bool(self.config.num_nextn_predict_layers and options.max_draft_tokens)
@@ -137,8 +142,9 @@ class Engine:
     ) -> Engine:
         """Make pools beside weights that are packed already, in their dtype and on their device.
 
-        Raises: NotSupportedError for a backend that cannot run here, PoolError for pools that hold nothing; with
-        `batch_invariant`, NotSupportedError or PlanError if the one shape of all steps exceeds the limits.
+        Raises: NotSupportedError for a backend that cannot run here, PoolError for pools that hold nothing, PlanError
+        for `recordings` below 1; with `batch_invariant`, NotSupportedError or PlanError if the one shape of all steps
+        exceeds the limits.
         """
         options = options or EngineOptions()
         pools = CachePools(
@@ -153,7 +159,8 @@ class Engine:
             max_length=options.max_length,
             disjoint_numbers=options.disjoint_numbers,
         )
-        return cls(Text(config, weights, pools, choose(device, backend)), options)
+        ops = choose(device, backend, packages=options.packages and not options.batch_invariant)
+        return cls(Text(config, weights, pools, ops), options)
 
     @torch.no_grad()
     def step(self, items: Sequence[StepItem], last_only: bool = False) -> dict[str, Tensor]:

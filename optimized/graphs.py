@@ -4,6 +4,8 @@ A step that runs from the caches alone is padded to a shape: rows and requests t
 power of two of pages. Its metadata goes to the buffer of that shape, so lengths, ends, rings and block tables of a
 replay are those of the step. Padding rows have position -1, no slot and no key; they reach no row of a request.
 
+Uneven batches have many shapes. Some hundred recordings are kept; for a new one that which ran longest ago goes.
+
 Recordings share one memory pool. Their results stay where they are until the same shape runs again, so whoever keeps
 one copies it, in the same turn: a turn waits on the device for the one before it, on whatever stream that was.
 
@@ -22,13 +24,15 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from optimized.errors import NotSupportedError
+from optimized.errors import NotSupportedError, PlanError
 from optimized.observe import BatchObserver, Segment
 from optimized.step import DeviceStep, StepPlan, Uploader, upload_bytes
 from reference.probe import is_observed, scoped
 
 Output = TypeVar("Output")
 
+# Even batches of up to 512 requests take 25 buckets of rows, each with several sizes of block table.
+MOST_RECORDINGS = 256
 # Powers of two, 24, and from 32 on four to an octave: padding costs bandwidth where rows route to experts.
 BUCKETS = (1, 2, 4, 8, 16, *range(24, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, 513, 64))
 
@@ -144,10 +148,15 @@ class Recording(Generic[Output]):
 
 
 class Recorder(Generic[Output]):
-    """Recordings of one model by key, on one device; `kept` tensors hold values from run to run."""
+    """Recordings of one model by key, on one device, `most` at a time; `kept` tensors hold values from run to run.
 
-    def __init__(self, uploader: Uploader, kept: Sequence[Tensor]):
-        self._uploader, self._kept = uploader, tuple(kept)
+    Raises: PlanError for none at a time.
+    """
+
+    def __init__(self, uploader: Uploader, kept: Sequence[Tensor], most: int = MOST_RECORDINGS):
+        if most < 1:
+            raise PlanError(f"recordings: expected 1 or more to be kept, found {most}")
+        self._uploader, self._kept, self._most = uploader, tuple(kept), most
         self._recordings: dict[Hashable, Recording[Output]] = {}
         self._is_cuda = uploader.device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if self._is_cuda else None
@@ -163,12 +172,22 @@ class Recorder(Generic[Output]):
 
         What it returns is overwritten by the next run of that key.
         """
-        recording = self._recordings.get(key)
+        recording = self._recordings.pop(key, None)
         if recording is None:
-            recording = self._recordings[key] = self._recorded(plan, function)
+            recording = self._recorded(plan, function)
         else:
             self._uploader.upload(plan, recording.metadata)
+        # The last to have run is the last in order. One goes behind the new one: the pool needs a graph to live.
+        self._recordings[key] = recording
+        if len(self._recordings) > self._most:
+            self._forget_oldest()
         return recording.step, recording.probes, recording.replay()
+
+    def _forget_oldest(self) -> None:
+        """Its graph may still run, on another stream; nobody gets its metadata's memory before this turn begins."""
+        recording = self._recordings.pop(next(iter(self._recordings)))
+        if self._is_cuda:
+            recording.metadata.record_stream(torch.cuda.current_stream())
 
     def _recorded(self, plan: StepPlan, function: Callable[[DeviceStep, BatchObserver], Output]) -> Recording[Output]:
         metadata = torch.empty(upload_bytes(plan), dtype=torch.uint8, device=self._uploader.device)

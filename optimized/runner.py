@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from optimized.graphs import BUCKETS, Recorder
+from optimized.graphs import BUCKETS, MOST_RECORDINGS, Recorder
 from optimized.mtp import draft_step
 from optimized.observe import BatchObserver, Segment
 from optimized.step import DeviceStep, Draws, StepPlan, Uploader
@@ -43,9 +43,12 @@ class DraftOutput:
 
 
 class Runner:
-    """One model and its buffers. `graphs`: padded steps are recorded; what they return is good until the next run."""
+    """One model and its buffers. `graphs`: padded steps are recorded; what they return is good until the next run.
 
-    def __init__(self, text: Text, graphs: bool, most_rows: int):
+    `recordings`: how many are kept, as in `Recorder`.
+    """
+
+    def __init__(self, text: Text, graphs: bool, most_rows: int, recordings: int = MOST_RECORDINGS):
         self.text, device = text, text.pools.device
         self.uploader = Uploader(device)
         rows = max(BUCKETS[-1], most_rows)
@@ -53,7 +56,7 @@ class Runner:
         self._fill = text.pools.fill
         self._hidden: dict[int, Tensor] = {}
         self.recorder: Recorder[StepOutput | DraftOutput] | None = (
-            Recorder(self.uploader, (self.chosen_R, self.drafted_R)) if graphs else None
+            Recorder(self.uploader, (self.chosen_R, self.drafted_R), recordings) if graphs else None
         )
 
     def step(self, plan: StepPlan, last_only: bool = False, embeddings_TD: Tensor | None = None) -> StepOutput:

@@ -327,6 +327,33 @@ def test_probes_are_shown_under_the_step_that_ran_and_cannot_be_replaced() -> No
     assert one.length("a") == 8
 
 
+def test_uneven_batches_keep_a_few_recordings_those_that_ran_last() -> None:
+    """Batches of many shapes: what was forgotten is recorded again, and every result is as without recordings."""
+    # All with block tables of 16 pages.
+    lengths = {name: 36 + i for i, name in enumerate("abc")}
+    one, eager = filled(engine(dataclasses.replace(OPTIONS, recordings=3)), lengths), filled(padded_engine(), lengths)
+    recorder = one.runner.recorder
+    assert recorder is not None
+    small, one_row, others = (1, 1, 1), (1,), [(3, 2, 1), (5, 1, 3), (2, 2)]
+    batches = [small, others[0], one_row, small, others[1], others[2], small, one_row]
+    kept: list[list[int]] = [[]]
+    for turn, counts in enumerate(batches):
+        items = [StepItem(name, (20 + turn,) * count, "verify") for name, count in zip("abc", counts, strict=False)]
+        assert same(one.step(items), eager.step(items)), counts
+        kept.append([id(recording) for recording in recorder.recordings])
+        assert kept[-1] == [*(other for other in kept[-2] if other != kept[-1][-1]), kept[-1][-1]][-3:]
+    assert [len(recordings) for recordings in kept] == [0, 1, 2, 3, 3, 3, 3, 3, 3]
+    # The small one ran again before others came, and stayed.
+    assert kept[1][-1] == kept[4][-1] == kept[7][-1]
+    assert same(one.drafts(drafts := [DraftItem(name, 7, 3) for name in "abc"]), eager.drafts(drafts))
+    assert len(recorder.recordings) == 3
+
+
+def test_a_recorder_that_may_keep_nothing_is_refused() -> None:
+    with pytest.raises(PlanError, match="recordings: expected 1 or more to be kept, found 0"):
+        engine(dataclasses.replace(OPTIONS, recordings=0))
+
+
 def test_listeners_come_and_go_between_steps() -> None:
     one, recorder = filled(engine(), {"a": 6, "b": 11}), ProbeRecorder(("layers.1.output", "mtp.*.logits"))
     shown = []
