@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -26,6 +27,7 @@ from reference.model_scatter import MediaRows
 from reference.numerics import Numerics
 from reference.probe import is_observed, probe, rows, unobserved
 from reference.prompt import Prompt
+from reference.prompt_media import MediaSpan
 from reference.prompt_messages import MediaKind
 from reference.session import StepItem
 from reference.vision_numerics import VisionNumerics
@@ -50,6 +52,48 @@ class NoteSide(Runner, Protocol):
         """Greedy, behind every placed prompt; the requests are gone afterwards."""
 
 
+class Towers(Protocol):
+    """What a model makes of media: the rows that `NoteSession.place` takes."""
+
+    def features(self, media: Sequence[MediaInput], request: str = "prompt") -> list[MediaRows]: ...
+
+
+class Scatter(Protocol):
+    """What takes a prompt before its first step, as `NoteSession.place` does."""
+
+    def place(
+        self,
+        request: str,
+        token_ids: Sequence[int],
+        media: Sequence[MediaInput],
+        spans: Sequence[MediaSpan] | None = None,
+        features: Sequence[MediaRows] | None = None,
+    ) -> None: ...
+
+
+@dataclass
+class Placements:
+    """Which requests have been placed: each once, before its first step, until it is freed."""
+
+    towers: Towers
+    scatter: Scatter
+    begun: set[str] = field(default_factory=set)
+
+    def begin(self, request: str, placed: Mapping[str, Placed]) -> None:
+        """Place a request of `placed` that has not begun, and show what its towers gave; others need nothing."""
+        if request in self.begun or request not in placed:
+            return
+        self.begun.add(request)
+        prompt, media = placed[request].prompt, placed[request].media
+        with unobserved():
+            features = self.towers.features(media, request)
+        show_rows(request, features)
+        self.scatter.place(request, prompt.ids, media, prompt.media, features)
+
+    def free(self, request: str) -> None:
+        self.begun.discard(request)
+
+
 class ReferenceNoteSide(ReferenceRunner):
     """The reference with towers. Arguments as in `ReferenceRunner`."""
 
@@ -71,35 +115,25 @@ class ReferenceNoteSide(ReferenceRunner):
             model = NoteModel(config, numerics, vision_numerics, indexer_rope_layout=indexer_rope_layout)
             model.load_state_dict(dict(weights))
             self.note = model.to(dtype=self.dtype).requires_grad_(False)
-        self.session = self.note_session = NoteSession(self.note, max_draft_tokens)
+        session = NoteSession(self.note, max_draft_tokens)
+        self.session, self._placements = session, Placements(self.note, session)
         self.placed = placed or {}
-        self._begun: set[str] = set()
 
     def step(self, items: Sequence[StepItem]) -> dict[str, Tensor]:
         with self._run_context():
             for item in items:
-                self._place(item.request)
+                self._placements.begin(item.request, self.placed)
             return self.session.step(items)
 
     def free(self, request: str) -> None:
         super().free(request)
-        self._begun.discard(request)
+        self._placements.free(request)
 
     def generate(self, max_new_tokens: int, draft_depth: int = 0) -> Generation:
         with self._run_context():
             for request in self.placed:
-                self._place(request)
+                self._placements.begin(request, self.placed)
             return generated(self.session, self, max_new_tokens, draft_depth)
-
-    def _place(self, request: str) -> None:
-        if request in self._begun or request not in self.placed:
-            return
-        self._begun.add(request)
-        prompt, media = self.placed[request].prompt, self.placed[request].media
-        with unobserved():
-            features = self.note.features(media, request)
-        show_rows(request, features)
-        self.note_session.place(request, prompt.ids, media, prompt.media, features)
 
 
 class TransformersNoteSide(TransformersNoteRunner):

@@ -13,10 +13,9 @@ from optimized.errors import NotSupportedError
 from optimized.model import NoteEngine
 from optimized.plan_spans import StepLimits
 from parity.runners import NotSupportedHere, RunnerUnavailable
-from parity.runners.note_sides import Placed, generated, show_rows
+from parity.runners.note_sides import Placed, Placements, generated
 from reference.config import NoteConfig
 from reference.generate import Generation
-from reference.probe import unobserved
 from reference.session import StepItem
 
 # Room for prompts with videos; poison wherever nothing was written.
@@ -50,11 +49,11 @@ class OptimizedNoteSide:
         except NotSupportedError as obstacle:
             raise RunnerUnavailable(str(obstacle)) from obstacle
         self.placed: Mapping[str, Placed] = {}
-        self._begun: set[str] = set()
+        self._placements = Placements(self.note, self.note)
 
     def step(self, items: Sequence[StepItem]) -> dict[str, Tensor]:
         for item in items:
-            self._place(item.request)
+            self._placements.begin(item.request, self.placed)
         return self.note.step(items)
 
     def draft(self, request: str, next_token: int, depth: int, forced: Sequence[int] = ()) -> Tensor:
@@ -68,22 +67,12 @@ class OptimizedNoteSide:
 
     def free(self, request: str) -> None:
         self.note.free(request)
-        self._begun.discard(request)
+        self._placements.free(request)
 
     def generate(self, max_new_tokens: int, draft_depth: int = 0) -> Generation:
         for request in self.placed:
-            self._place(request)
+            self._placements.begin(request, self.placed)
         return generated(self.note, self, max_new_tokens, draft_depth)
-
-    def _place(self, request: str) -> None:
-        if request in self._begun or request not in self.placed:
-            return
-        self._begun.add(request)
-        prompt, media = self.placed[request].prompt, self.placed[request].media
-        with unobserved():
-            features = self.note.features(media, request)
-        show_rows(request, features)
-        self.note.place(request, prompt.ids, media, prompt.media, features)
 
 
 def _cast(weights: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
