@@ -50,9 +50,18 @@ class Heard(Protocol):
 
 @dataclass(frozen=True)
 class FileClip:
-    """A sound file. Reading it may raise SoundError."""
+    """A sound file. Reading it may raise SoundError.
+
+    Raises: ClipError for a path that is empty or has white space: a line is split there.
+    """
 
     path: str
+
+    def __post_init__(self) -> None:
+        if not self.path or re.search(r"\s", self.path):
+            raise ClipError(
+                f"'{_FILE}{self.path}': a path in a workload must be given and have no spaces; rename or link the file"
+            )
 
     @property
     def name(self) -> str:
@@ -77,7 +86,10 @@ class Clip:
         """Raises: ClipError."""
         match = _WORD.match(word)
         if not match or match.group(1) not in KINDS:
-            raise ClipError(f"{word!r} is no clip; write KIND:SAMPLES[@HZ][/video], with KIND of {', '.join(KINDS)}")
+            raise ClipError(
+                f"{word!r} is no clip; write KIND:SAMPLES[@HZ][/video], with KIND of {', '.join(KINDS)}, or file:PATH "
+                f"(such as file:talk.wav; a path has no spaces)"
+            )
         kind, samples, rate, video = match.groups()
         return cls(kind, int(samples), int(rate or SAMPLING_RATE), bool(video), seed)
 

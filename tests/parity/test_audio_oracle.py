@@ -357,6 +357,15 @@ class TestWords:
         with pytest.raises(ClipError, match="at least one clip"):
             ClipWorkload.parse(line)
 
+    def test_paths_that_a_line_cannot_hold_are_refused(self):
+        with pytest.raises(ClipError, match=r"'talk\.wav' is no clip; .*a path has no spaces"):
+            ClipWorkload.parse("noise:5 talk.wav")
+        for line in ("file:", "noise:5 file:"):
+            with pytest.raises(ClipError, match="must be given and have no spaces"):
+                ClipWorkload.parse(line)
+        with pytest.raises(ClipError, match="must be given and have no spaces"):
+            FileClip("my talk.wav")
+
     def test_the_same_words_give_the_same_sound(self):
         one, other = (ClipWorkload.parse("noise:5 tone:7", seed=3) for _ in range(2))
         assert all(torch.equal(a.waveform(), b.waveform()) for a, b in zip(one.clips, other.clips, strict=True))
