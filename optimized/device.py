@@ -4,8 +4,10 @@ One choice an op, made once when a model is built and printable (`note-parity do
 
 triton   the kernel, compiled on a GPU, or interpreted on a CPU where TRITON_INTERPRET=1 was set before Triton loaded
 torch    its twin in plain PyTorch, everywhere else and wherever it is asked for
+package  an optional package on a GPU, for the sizes at which it is faster than the kernel, where packages are let in
 
-Nothing falls back silently: a backend that was asked for and cannot run is an error.
+Nothing falls back silently: a backend that was asked for and cannot run is an error, and the reason says which package
+is taken or why it is not.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import torch
 
 from optimized.errors import NotSupportedError
 from optimized.kernels.common import HAS_TRITON, IS_INTERPRETED
+from optimized.packages import FLASH_MLA, OptionalPackage, status_of
 
 Backend = Literal["triton", "torch"]
 
@@ -63,6 +66,8 @@ OPS = {
     "fp8_down": "optimized.kernels.experts_fp8",
     "fp8_combine": "optimized.kernels.experts_fp8",
 }
+# The package that an op may take, and where its `NAME_package` lives, which runs the kernel where that is faster.
+PACKAGED: dict[str, tuple[OptionalPackage, str]] = {"sparse_attention": (FLASH_MLA, "optimized.attention.flash_mla")}
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ class Choice:
     """Which backend an op takes, with the reason in words."""
 
     op: str
-    backend: Backend
+    backend: Backend | Literal["package"]
     reason: str
 
 
@@ -80,7 +85,7 @@ class Ops:
     def __init__(self, choices: Mapping[str, Choice]):
         self.choices = dict(choices)
         self._functions: dict[str, Callable[..., Any]] = {
-            op: getattr(import_module(OPS[op]), _function_name(op, choice.backend)) for op, choice in choices.items()
+            op: getattr(import_module(_module(choice)), _function_name(choice)) for op, choice in choices.items()
         }
 
     def __getattr__(self, op: str) -> Callable[..., Any]:
@@ -90,8 +95,8 @@ class Ops:
             raise AttributeError(f"no op {op!r}; there are {', '.join(OPS)}") from None
 
 
-def choose(device: torch.device | str, backend: Backend | None = None) -> Ops:
-    """Choose for `device`; `backend` asks for one backend for every op.
+def choose(device: torch.device | str, backend: Backend | None = None, packages: bool = False) -> Ops:
+    """Choose for `device`; `backend` asks for one backend for every op, else `packages` lets in those that work here.
 
     Raises: NotSupportedError for a backend that is unknown or cannot run here.
     """
@@ -107,7 +112,18 @@ def choose(device: torch.device | str, backend: Backend | None = None) -> Ops:
         chosen, reason = "torch", obstacle
     else:
         chosen, reason = "triton", "interpreted" if device.type == "cpu" else f"compiled for {_card(device)}"
-    return Ops({op: Choice(op, chosen, reason) for op in OPS})
+    choices = {op: Choice(op, chosen, reason) for op in OPS}
+    if packages and backend is None and chosen == "triton" and device.type == "cuda":
+        choices |= {op: _packaged(choices[op], package) for op, (package, _) in PACKAGED.items()}
+    return Ops(choices)
+
+
+def _packaged(kernel: Choice, package: OptionalPackage) -> Choice:
+    """The package's choice if it works on this machine, else the kernel's, with the reason."""
+    status = status_of(package)
+    if status.works:
+        return Choice(kernel.op, "package", f"{status.distribution} {status.detail} where it is faster, else triton")
+    return Choice(kernel.op, kernel.backend, f"{kernel.reason}; {status.distribution}: {status.detail}")
 
 
 def triton_obstacle(device: torch.device) -> str | None:
@@ -125,8 +141,13 @@ def triton_obstacle(device: torch.device) -> str | None:
     return None
 
 
-def _function_name(op: str, backend: Backend) -> str:
+def _module(choice: Choice) -> str:
+    return PACKAGED[choice.op][1] if choice.backend == "package" else OPS[choice.op]
+
+
+def _function_name(choice: Choice) -> str:
     """`rms_norm_torch`; what works in place keeps its underscore at the end: `rotate_queries_torch_`."""
+    op, backend = choice.op, choice.backend
     return f"{op}{backend}_" if op.endswith("_") else f"{op}_{backend}"
 
 

@@ -5,6 +5,9 @@ once on a small case and compared before it is offered.
 
 fa3-fwd          (fa3_fwd_interface)     FlashAttention-3 built for 192/128 heads and no windows: full layers, dense
 tokenspeed-fa3   (flash_attn_interface)  FlashAttention-3 built with windows and 256 lanes: sliding layers
+sgl-flash-mla    (flash_mla)             FlashMLA with the kernels for Hopper: full layers, decode (attention/flash_mla)
+
+The engine takes the last one (`EngineOptions.packages`); the FlashAttention-3 ones are peers of the benchmark.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-# T tokens  H heads  X query/key width  V value width
+# T tokens  H heads  X query/key width  V value width  L latent row [C | rope]  C kv latent  K listed rows  S pool rows
 
 # Error that a trusted bfloat16 kernel may have against plain float32 attention, relative to the largest value.
 SMALL_CASE_LIMIT = 2.0**-6
@@ -31,9 +34,9 @@ class OptionalPackage:
     distribution: str
     module: str
     use: str
-    config_module: str
-    needed: tuple[tuple[str, str], ...]
     small_case: Callable[[], None]
+    config_module: str | None = None
+    needed: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,8 @@ def status_of(package: OptionalPackage) -> PackageStatus:
         return found(True, "version unknown")
 
 
-def _build_flags(config_module: str) -> dict[str, bool]:
-    if find_spec(config_module) is None:
+def _build_flags(config_module: str | None) -> dict[str, bool]:
+    if config_module is None or find_spec(config_module) is None:
         return {}
     return dict(getattr(import_module(config_module), "CONFIG", {}).get("build_flags", {}))
 
@@ -164,6 +167,42 @@ def fa3_window(
     return out_THX[..., :V]
 
 
+def flash_mla_sparse(q_THL: Tensor, pool_SL: Tensor, row_TK: Tensor, length_T: Tensor, scale: float, C: int) -> Tensor:
+    """Each token's attention to the rows listed for it, keys in all lanes, values in the first C, through FlashMLA.
+
+    q_THL, pool_SL: bfloat16, H 64 or 128, L 576, C 512; row_TK: int32, -1 for none, K a multiple of 128; length_T:
+    int32, at least 1, up to which place of its list a token has rows. Returns [T, H, C]; zeros where nothing is listed.
+    """
+    interface = import_module("flash_mla")
+    # The kernels for Hopper are called legacy; without the sums of the softmax, which nobody asks for.
+    return interface.flash_mla_sparse_fwd(
+        q_THL, pool_SL[:, None], row_TK[:, None], scale, C, topk_length=length_T, use_legacy=True, return_log2_lse=False
+    )[0]
+
+
+def _listed_attention_is_right() -> None:
+    """Raises: AssertionError unless `flash_mla_sparse` gives plain attention, on lists with gaps and one of nothing."""
+    T, H, L, C, K, S = 5, 128, 576, 512, 256, 300
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda").bfloat16()
+
+    q_THL, pool_SL, scale = drawn(T, H, L), drawn(S, L), L**-0.5
+    order_TS = torch.rand(T, S, generator=generator, device="cuda").argsort(-1)
+    slot_K = torch.arange(K, device="cuda")
+    length_T = torch.tensor([K, 1, 0, 77, 130], device="cuda", dtype=torch.int32)
+    is_listed_TK = (slot_K < length_T[:, None]) & ((slot_K % 7 > 0) | (slot_K == length_T[:, None] - 1))
+    row_TK = torch.where(is_listed_TK, order_TS[:, :K], -1).int()
+    out_THC = flash_mla_sparse(q_THL, pool_SL, row_TK, length_T.clamp(min=1), scale, C).float()
+    assert not out_THC[2].any(), "a token without rows is not zero"
+    for token in (0, 1, 3, 4):
+        rows_KL = pool_SL[row_TK[token][is_listed_TK[token]].long()].float()
+        expected_HC = (q_THL[token].float() @ rows_KL.T * scale).softmax(-1) @ rows_KL[:, :C]
+        error = (out_THC[token] - expected_HC).abs().max() / expected_HC.abs().max()
+        assert error < SMALL_CASE_LIMIT, f"relative error {float(error):.1e} against plain attention"
+
+
 def _first(out: Tensor | tuple[Tensor, ...]) -> Tensor:
     return out[0] if isinstance(out, tuple) else out
 
@@ -172,19 +211,25 @@ FA3_DENSE = OptionalPackage(
     "fa3-fwd",
     "fa3_fwd_interface",
     "full layers, prefill without a selection",
+    lambda: _attention_is_right(fa3_dense, 4, 192, 128, None),
     "fa3_fwd_config",
     (("FLASHATTENTION_DISABLE_HDIM192", "heads of 192 lanes are left out"),),
-    lambda: _attention_is_right(fa3_dense, 4, 192, 128, None),
 )
 FA3_WINDOW = OptionalPackage(
     "tokenspeed-fa3",
     "flash_attn_interface",
     "sliding layers, prefill",
+    lambda: _attention_is_right(fa3_window, 4, 256, 128, 9),
     "flash_attn_config",
     (
         ("FLASHATTENTION_DISABLE_LOCAL", "windows are left out"),
         ("FLASHATTENTION_DISABLE_HDIM256", "heads of 256 lanes are left out"),
     ),
-    lambda: _attention_is_right(fa3_window, 4, 256, 128, 9),
 )
-PACKAGES = (FA3_DENSE, FA3_WINDOW)
+FLASH_MLA = OptionalPackage(
+    "sgl-flash-mla",
+    "flash_mla",
+    "full layers, decode of many requests",
+    _listed_attention_is_right,
+)
+PACKAGES = (FA3_DENSE, FA3_WINDOW, FLASH_MLA)

@@ -54,7 +54,7 @@ class Card:
 
 @dataclass(frozen=True)
 class Examination:
-    """All facts. `choices` holds what each op takes on the CPU, and on the GPU if there is one."""
+    """All facts. `choices`: what each op takes on the CPU, and on the GPU if there is one, with packages let in."""
 
     distribution_version: str
     python: str
@@ -73,7 +73,7 @@ def examine() -> Examination:
         f"{platform.system()} {platform.machine()}",
         tuple(Dependency(name, _version(name), needed_for) for name, needed_for in DEPENDENCIES),
         tuple(_card(index) for index in range(torch.cuda.device_count())),
-        {device: tuple(choose(device).choices.values()) for device in devices},
+        {device: tuple(choose(device, packages=True).choices.values()) for device in devices},
         tuple(status_of(package) for package in PACKAGES),
     )
 
