@@ -6,7 +6,8 @@ judged. Token after token: of the ids that are tried, the first one whose choice
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 
@@ -20,22 +21,49 @@ from parity.tokens import Tokens
 from parity.tolerance import Floor, row_errors
 from parity.trace import Trace, TraceRecorder
 from parity.workload import Fork, Free, Step, Truncate, Workload
+from reference.checkpoint import CheckpointFolder, load_text_model
 from reference.config import NoteConfig
+from reference.layers.indexer import RopeLayout
 from reference.probe import listening
 from reference.session import StepItem
 
+# Judging asks for 4 times the measured noise of a margin; this leaves room for noise above the average.
+CLEARANCE = 10.0
 TRIED = 200
 
 
+def clear_workload(
+    checkpoint: str | Path, workload: Workload, progress: Callable[[str], None] = lambda line: None
+) -> Workload:
+    """`clear_of_ties` for a checkpoint folder, run in bfloat16. The whole text model is loaded, in float64 as well.
+
+    Raises: CheckpointError.
+    """
+    folder = CheckpointFolder.open(checkpoint, buckets=("language", "mtp"))
+    weights = load_text_model(checkpoint, dtype=None).state_dict()
+    return clear_of_ties(
+        folder.config, weights, workload, torch.bfloat16, CLEARANCE, folder.indexer_rope_layout, progress
+    )
+
+
 def clear_of_ties(
-    config: NoteConfig, weights: Mapping[str, torch.Tensor], workload: Workload, dtype: torch.dtype, clearance: float
+    config: NoteConfig,
+    weights: Mapping[str, torch.Tensor],
+    workload: Workload,
+    dtype: torch.dtype,
+    clearance: float = CLEARANCE,
+    indexer_rope_layout: RopeLayout = "leading",
+    progress: Callable[[str], None] = lambda line: None,
 ) -> Workload:
     """`workload` with token ids chosen such that, if possible, every margin is `clearance` times its noise in `dtype`.
 
     The noise is what one run of the workload's own tokens shows on average for each name of scores.
     """
-    runner = ReferenceRunner(config, weights, torch.float64)
-    noise = _typical_noise(runner, ReferenceRunner(config, weights, dtype), workload)
+    runner, rounding = (
+        ReferenceRunner(config, weights, level, indexer_rope_layout=indexer_rope_layout)
+        for level in (torch.float64, dtype)
+    )
+    noise = _typical_noise(runner, rounding, workload)
     chosen: dict[tuple[str, int, int], int] = {}
     tokens = Tokens(workload, config.text.vocab_size)
     for action in workload.actions:
@@ -43,6 +71,7 @@ def clear_of_ties(
             for request, count, _ in action.items:
                 for _ in range(count):
                     place = tokens.place(request)
+                    progress(f"tokens clear of ties: {request} position {place[0]}")
                     # Another token than the one that was taken back there: what is left of that must show.
                     before = {token for (name, at, _), token in chosen.items() if (name, at) == (request, place[0])}
                     token = _clearest(runner, request, tokens, before, noise, clearance)

@@ -46,16 +46,22 @@ def golden(
     workload: Annotated[str, typer.Option(metavar="LINE", help="What to run, such as 'p:a20 d:a v:a4 t:a2 d:a'.")],
     seed: Annotated[int, typer.Option(help="Seed of the tokens.")] = 0,
     name: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Tensors to keep; may be repeated.")] = None,
+    clear_of_ties: Annotated[
+        bool,
+        typer.Option("--clear-of-ties", help="Choose tokens by which no choice is near a tie; takes the whole model."),
+    ] = False,
 ) -> None:
     """Record truths, noise floors and margins of a checkpoint, layer by layer; an interrupted export goes on."""
+    from parity.clear_tokens import clear_workload
     from parity.golden import make_golden
     from parity.report.terminal import progress_lines
     from parity.workload import Workload
 
+    run = Workload.parse(workload, seed)
     with progress_lines() as progress:
-        made = make_golden(
-            checkpoint, target, Workload.parse(workload, seed), names=tuple(name or ("*",)), progress=progress
-        )
+        if clear_of_ties:
+            run = clear_workload(checkpoint, run, progress)
+        made = make_golden(checkpoint, target, run, names=tuple(name or ("*",)), progress=progress)
     typer.echo(f"wrote {target}: {len(made.names())} tensors")
 
 

@@ -10,19 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import torch
-
-from parity.clear_tokens import clear_of_ties
+from parity.clear_tokens import clear_workload
 from parity.golden import make_golden
 from parity.golden_file import Golden
 from parity.workload import Workload
-from reference.checkpoint import load_text_model, write_synthetic
+from reference.checkpoint import write_synthetic
 from reference.config import tiny
 
 SEED = 0
 WORKLOAD = "p:a9 p:a6+b3 d:a+b m:a2 v:a3 t:a1 d:a m:a1"
-# The shipped margins are at least 4 times their measured noise; this leaves room for noise above the average.
-CLEARANCE = 10.0
 
 
 def make_tiny_golden(target: str | Path, progress: Callable[[str], None] = lambda line: None) -> Golden:
@@ -33,6 +29,5 @@ def make_tiny_golden(target: str | Path, progress: Callable[[str], None] = lambd
     with TemporaryDirectory(prefix="note-parity-") as parent:
         folder = Path(parent) / "tiny"
         write_synthetic(folder, tiny(), SEED)
-        weights = load_text_model(folder, dtype=None).state_dict()
-        workload = clear_of_ties(tiny(), weights, Workload.parse(WORKLOAD, SEED), torch.bfloat16, CLEARANCE)
+        workload = clear_workload(folder, Workload.parse(WORKLOAD, SEED), progress)
         return make_golden(folder, target, workload, synthetic_seed=SEED, progress=progress)

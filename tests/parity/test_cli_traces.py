@@ -9,10 +9,14 @@ from typer.testing import CliRunner
 
 from parity.cli import EXIT_AGREES, EXIT_DISAGREES, EXIT_UNUSABLE, app
 from parity.faults.catalogue import CATALOGUE
+from parity.golden_compare import CLEAR_MARGIN
 from parity.golden_file import Golden
 from parity.golden_reference import reference_of
 from parity.run import traced
+from parity.schema import decided_by
 from parity.trace_file import write_trace
+from reference.checkpoint import write_synthetic
+from reference.config import tiny
 
 
 @pytest.fixture(scope="module")
@@ -66,3 +70,17 @@ def test_what_is_no_dump_is_unusable(tmp_path: Path) -> None:
         result = CliRunner().invoke(app, [*command, str(tmp_path)])
         assert result.exit_code == EXIT_UNUSABLE
         assert "manifest.json" in result.output
+
+
+def test_a_golden_whose_tokens_are_clear_of_ties(tmp_path: Path) -> None:
+    write_synthetic(tmp_path / "checkpoint", tiny(), 5)
+    nearest = {}
+    for name, options in (("drawn", []), ("clear", ["--clear-of-ties"])):
+        command = ["golden", str(tmp_path / "checkpoint"), str(tmp_path / name), "--workload", "p:a5 d:a", *options]
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == EXIT_AGREES, result.output
+        golden = Golden.open(str(tmp_path / name))
+        assert len(golden.record.chosen_tokens) == (6 if options else 0)
+        tables = [golden.choices(choice, "a") for choice in filter(decided_by, golden.names())]
+        nearest[name] = min(float((table.margins / table.margin_noises).min()) for table in tables)
+    assert nearest["drawn"] < CLEAR_MARGIN < nearest["clear"]

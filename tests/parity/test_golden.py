@@ -22,6 +22,7 @@ from parity.run import traced
 from parity.runners.reference import ReferenceRunner
 from parity.schema import decided_by
 from parity.streamed_run import StreamedRun
+from parity.tiny_golden import make_tiny_golden
 from parity.tolerance import Floor, row_errors
 from parity.trace import Entry, InMemory, Trace
 from parity.workload import Step, Workload
@@ -195,6 +196,21 @@ def test_every_shipped_choice_is_clear_of_ties(golden):
             rows += len(table.keys)
             assert bool((table.margins >= CLEAR_MARGIN * table.margin_noises).all()), (name, request)
     assert rows == 192
+
+
+@pytest.mark.slow
+def test_the_shipped_golden_can_be_made_anew(golden, tmp_path):
+    made = make_tiny_golden(tmp_path / "tiny")
+    assert made.record.chosen_tokens == golden.record.chosen_tokens
+    assert made.record.weights == golden.record.weights
+    assert made.names() == golden.names()
+    for name in golden.names():
+        for request in golden.requests(name):
+            if decided_by(name):
+                ours, theirs = (of.choices(name, request).margins for of in (made, golden))
+            else:
+                ours, theirs = (of.values(name, request).truth.double() for of in (made, golden))
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-9)
 
 
 def test_the_shipped_truth_is_that_of_this_machine(golden, weights):
