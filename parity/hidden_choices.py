@@ -4,6 +4,9 @@ Where the margin of a hidden choice (last chosen score less first one left out) 
 an implementation without any fault may have chosen otherwise. Then the same row of its layer is *unsettled* from there
 on; and if the candidate does not show what that layer gives to the next, so is every row of later layers at that
 position or behind it. All other rows are *settled*: rounding alone cannot have changed a choice that they depend on.
+
+What an unsettled row may be off by is measured: `exchanged` takes the next best wherever a choice is unclear. A few
+draws of rounding would not do, since all of them can happen to choose as the truth does.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from parity.golden_file import ValueTable
 from parity.schema import dataflow_key, decided_by, layer_of
 from parity.stored import CLEAR_MARGIN
 from parity.tolerance import Floor
-from parity.trace import RowKey, Trace
+from parity.trace import Entry, InMemory, RowKey, Trace
 from parity.workload import Workload
 
 # (name of the choice, request, position, occurrence) of a choice that may be another one than the truth's.
@@ -41,6 +44,29 @@ class HiddenChoices:
         """Which rows are settled if `truth` is what the candidate computes without rounding."""
         unclear = [place for name in truth.names() if decided_by(name) for place in self._unclear(truth, name)]
         return SettledRows(unclear, self._families, self._is_cut)
+
+    def exchanged(self, truth: Trace) -> Trace | None:
+        """The choices that the candidate hides, each unclear one with the first one left out for the last chosen.
+
+        None if all are clear.
+        """
+        hidden = [
+            (name, request)
+            for name in filter(decided_by, truth.names())
+            for request in truth.requests(name)
+            if not self._candidate.has(name, request)
+        ]
+        unclear = {place for name in dict(hidden) for place in self._unclear(truth, name)}
+        entries = []
+        for name, request in hidden:
+            table, scores = truth.table(name, request), truth.table(str(decided_by(name)), request).values
+            choices = table.values.clone()
+            for row, key in enumerate(table.keys):
+                if (name, request, *key) in unclear:
+                    choices[row] = _next_best(choices[row], scores[row])
+            positions = [position for position, _ in table.keys]
+            entries.append(Entry(name, request, 0, "prefill", positions, InMemory(choices)))
+        return Trace(entries) if unclear else None
 
     def _unclear(self, truth: Trace, name: str) -> Iterable[Unclear]:
         scores_name = str(decided_by(name))
@@ -90,6 +116,15 @@ class SettledRows:
         first = min((at for of, at in self._first.get(request, {}).items() if of < depth), default=inf)
         is_settled = [position < first and (position, occurrence) not in in_row for position, occurrence in keys]
         return torch.tensor(is_settled, dtype=torch.bool)
+
+
+def _next_best(chosen_K: Tensor, score_S: Tensor) -> Tensor:
+    """The same ids (-1 for none), the best one left out in the place of the worst one chosen."""
+    is_chosen_S = torch.zeros(len(score_S), dtype=torch.bool)
+    is_chosen_S[chosen_K[chosen_K >= 0]] = True
+    last = score_S.masked_fill(~is_chosen_S, inf).argmin()
+    first_left_out = score_S.masked_fill(is_chosen_S, -inf).argmax()
+    return torch.where(chosen_K == last, first_left_out, chosen_K)
 
 
 def _depth_of(name: str) -> float:

@@ -4,8 +4,8 @@ Each view has its own truth (the reference in float64) and its own floor (draws 
 dtype), all from the same inputs. A hypothesis (the reference with a fault) is judged against the same floor.
 
 Where the candidate does not show its choices, the draws make their own. Rows that depend on no choice which rounding
-can change (`hidden_choices`) have a floor of their own; the others one that holds the experts and keys that some draw
-changes. Against a hypothesis only rows that are settled under it are judged.
+can change (`hidden_choices`) have a floor of their own; the others one that holds what another expert or key changes.
+Against a hypothesis only rows that are settled under it are judged.
 """
 
 from __future__ import annotations
@@ -136,6 +136,7 @@ class Judge:
         self._limits: dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor]] = {}
         self._hidden = HiddenChoices(candidate, view, workload, self._floor) if draws else None
         self._settled = self._hidden.settled(self.truth) if self._hidden else None
+        self._exchanged = self._run_with_exchanges(reference) if self._hidden else None
         # By name and request: the action that computed each row.
         self._actions: dict[tuple[str, str], dict[tuple[int, int], int]] = {}
         # The rows that are different from the reference without a fault.
@@ -197,6 +198,15 @@ class Judge:
         if table not in self._actions:
             self._actions[table] = actions_of(self.truth, *table)
         return self._actions[table].get((place.position, place.occurrence), len(self.workload.actions))
+
+    def _run_with_exchanges(self, reference: Reference) -> Trace | None:
+        """The truth with every hidden choice exchanged that rounding can change; None if there is none."""
+        assert self._hidden is not None
+        choices = self._hidden.exchanged(self.truth)
+        if choices is None:
+            return None
+        replay = ChoiceReplay(Trace([*self.candidate.entries(), *choices.entries()]))
+        return run_in_view(reference(torch.float64), self.candidate, self.workload, self.view, replay)
 
     def _parts(self, name: str, truth: Trace, settled: SettledRows | None) -> list[_Part]:
         """All requests of one name, of the settled rows only; one pair of tensors is loaded at a time."""
@@ -286,9 +296,12 @@ class Judge:
             noise, limits = floor.noise.clone(), floor.limits(self._limit(floor.spread))
             assert self._settled is not None
             settled = self._settled.mask(name, request, self.truth.keys(name, request))
-            if settled.any() and not settled.all():
-                own = self._floor_of_rows(name, request, settled)
-                noise[settled], limits[settled] = own.noise, own.limits(self._limit(own.spread))
+            if not settled.all():
+                wide = self._floor_with_exchanges(name, request)
+                noise, limits = wide.noise, wide.limits(self._limit(wide.spread))
+                if settled.any():
+                    own = self._floor_of_rows(name, request, settled)
+                    noise[settled], limits[settled] = own.noise, own.limits(self._limit(own.spread))
             self._limits[name, request] = noise, limits
         return self._limits[name, request]
 
@@ -297,6 +310,16 @@ class Judge:
             every = torch.ones(len(self.truth.keys(name, request)), dtype=torch.bool)
             self._floors[name, request] = self._floor_of_rows(name, request, every)
         return self._floors[name, request]
+
+    def _floor_with_exchanges(self, name: str, request: str) -> Floor:
+        """The floor, and in each row at least what the exchange of hidden choices makes of it."""
+        floor = self._floor(name, request)
+        if self._exchanged is None:
+            return floor
+        sides = (in_order_of_ids(name, request, trace).values for trace in (self._exchanged, self.truth))
+        by_exchange = row_errors(*sides).relative
+        largest = max(floor.largest, float(by_exchange.max()))
+        return Floor(torch.maximum(floor.noise, by_exchange), floor.spread, largest)
 
     def _floor_of_rows(self, name: str, request: str, kept: torch.Tensor) -> Floor:
         def rows(trace: Trace) -> torch.Tensor:

@@ -74,6 +74,16 @@ def test_rounding_is_never_called_different(shard: int) -> None:
     sweep()
 
 
+def test_a_hidden_choice_that_no_draw_exchanges_is_none() -> None:
+    """A row of `c` has two experts closer than the noise of their scores, and all draws happen to agree on one."""
+    control = next(control for control in CONTROLS if control.id == "transformers_rounding")
+    workload = Workload.parse("p:a12+b v:a3+p:c2+p:b t:a1 t:a1", seed=1)
+    recorded = traced(ReferenceRunner(CONFIG, WEIGHTS, torch.bfloat16, faults=(control,)), workload)
+    port = Trace([entry for entry in recorded.entries() if LEVELS["layer outputs"](entry.name)])
+    comparison = compare(reference, port, torch.bfloat16, workload, views=("pinpoint",))
+    assert not comparison.is_different, comparison.first
+
+
 def reached_by(workload: Workload) -> list[str]:
     """What of the model's machinery the workload uses."""
     steps = [step for step in plain_steps(workload, CONFIG.text.vocab_size) if step.kind != "draft"]
