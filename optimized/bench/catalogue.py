@@ -18,6 +18,7 @@ from optimized.bench.cases.pointwise import pointwise_cases
 from optimized.bench.cases.prefill_attention import prefill_attention_cases
 from optimized.bench.cases.projections import projection_cases
 from optimized.bench.cases.vision import vision_cases
+from optimized.bench.cases.vision_recorded import recorded_vision_cases
 from optimized.bench.records import BenchError
 from reference.config import NoteConfig, TextConfig
 
@@ -42,7 +43,7 @@ def all_cases(config: TextConfig, sizes: Sizes) -> list[Case]:
 def tower_cases(config: NoteConfig) -> list[Case]:
     """Whole towers, one case a call, and the attention core that they share."""
     return [
-        *(vision_cases(config.vision) if config.vision else ()),
+        *((*vision_cases(config.vision), *recorded_vision_cases(config.vision)) if config.vision else ()),
         *(audio_cases(config.audio) if config.audio else ()),
         *sequence_attention_cases(),
     ]

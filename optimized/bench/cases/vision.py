@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,6 +46,15 @@ class VisionShape:
     name: str
     grids: tuple[Grid, ...]
     has_peers: bool = False
+
+
+class VisionInputs(NamedTuple):
+    """The tower whose weights are kept, the tower that is timed, its call, and the smaller call of the check."""
+
+    drawn: VisionTower
+    tower: VisionTower
+    timed: VisionCall
+    few: VisionCall
 
 
 def video_grid(height: int, width: int, seconds: float, fps: float, patch: int) -> Grid:
@@ -103,27 +113,34 @@ def drawn_tower(vision: VisionConfig, device: torch.device | str, seed: int = 0)
 
 
 def _build(vision: VisionConfig, shape: VisionShape) -> Callable[[Inputs], Problem]:
-    grids = shape.grids
-
     def build(given: Inputs) -> Problem:
-        drawn = given.keep("vision tower", lambda: drawn_tower(vision, given.device, given.seed))
-        tower = VisionTower(vision, drawn.weights, choose(given.device, given.backend), drawn.options)
-        width = vision.num_channels * vision.patch_size**2
-        pixels_NX, few_NX = (
-            given.randn(patch_count(some), width, dtype=torch.float32) for some in (grids, CHECKED_GRIDS)
-        )
+        drawn, tower, timed, few = vision_inputs(vision, shape, given)
 
         def check(_: Tensor) -> list[Triple]:
-            eager_MO = VisionTower(vision, drawn.weights, choose(given.device, "torch"))(few_NX, CHECKED_GRIDS)
-            truth_MO = _widened(vision, drawn)(few_NX, CHECKED_GRIDS)
-            return [Triple(tower(few_NX, CHECKED_GRIDS), eager_MO, truth_MO)]
+            return [judged(drawn, few, tower(few.pixels_NX, few.grids))]
 
-        timed, few = VisionCall(pixels_NX, grids), VisionCall(few_NX, CHECKED_GRIDS)
         makers = (transformers_vision, reference_vision) if shape.has_peers else ()
         peers = [make(drawn, timed, few) for make in makers]
-        return Problem(lambda: tower(pixels_NX, grids), check, peers)
+        return Problem(lambda: tower(timed.pixels_NX, timed.grids), check, peers)
 
     return build
+
+
+def vision_inputs(vision: VisionConfig, shape: VisionShape, given: Inputs) -> VisionInputs:
+    drawn = given.keep("vision tower", lambda: drawn_tower(vision, given.device, given.seed))
+    tower = VisionTower(vision, drawn.weights, choose(given.device, given.backend), drawn.options)
+    width = vision.num_channels * vision.patch_size**2
+    timed, few = (
+        VisionCall(given.randn(patch_count(grids), width, dtype=torch.float32), grids)
+        for grids in (shape.grids, CHECKED_GRIDS)
+    )
+    return VisionInputs(drawn, tower, timed, few)
+
+
+def judged(drawn: VisionTower, few: VisionCall, out_MO: Tensor) -> Triple:
+    """What some tower made of the smaller call, beside the twins on the same weights."""
+    eager_MO = VisionTower(drawn.config, drawn.weights, choose(drawn.device, "torch"))(few.pixels_NX, few.grids)
+    return Triple(out_MO, eager_MO, _widened(drawn.config, drawn)(few.pixels_NX, few.grids))
 
 
 def _widened(vision: VisionConfig, drawn: VisionTower) -> VisionTower:
