@@ -79,15 +79,22 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Case:
-    """`op` is what `--ops` matches, `uses` the ops that it times (none: cuBLAS alone), `tokens` its rows."""
+    """`op` is what `--ops` matches, `uses` the ops that it times (none: cuBLAS alone), `tokens` its rows.
+
+    `work` is of the whole, or of pieces that run one behind the other.
+    """
 
     op: str
     shape: str
     tokens: int
-    work: Work
+    work: Work | tuple[Work, ...]
     timing: Timing
     build: Callable[[Inputs], Problem]
     uses: tuple[str, ...] = ()
+
+    @property
+    def pieces(self) -> tuple[Work, ...]:
+        return self.work if isinstance(self.work, tuple) else (self.work,)
 
 
 @dataclass

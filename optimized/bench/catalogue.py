@@ -14,6 +14,7 @@ from optimized.bench.cases.audio import audio_cases, sequence_attention_cases
 from optimized.bench.cases.decode_attention import decode_attention_cases
 from optimized.bench.cases.experts import expert_cases
 from optimized.bench.cases.indexer import indexer_cases
+from optimized.bench.cases.layers import layer_cases
 from optimized.bench.cases.pointwise import pointwise_cases
 from optimized.bench.cases.prefill_attention import prefill_attention_cases
 from optimized.bench.cases.projections import projection_cases
@@ -30,6 +31,7 @@ FAMILIES = (
     decode_attention_cases,
     prefill_attention_cases,
     expert_cases,
+    layer_cases,
 )
 
 # A few minutes less: the smallest and a usual batch, the shortest context, the shorter prompt.

@@ -9,6 +9,7 @@ Source: performance specification, sections 1 and 2.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -59,6 +60,14 @@ def floor(work: Work, ceilings: Ceilings) -> Floor:
     bytes_us = work.bytes / (ceilings.read_tb_s * 1e6)
     math_us = work.flops / (ceilings.tflops(work.rate) * 1e6)
     return Floor(bytes_us, "bytes") if bytes_us >= math_us else Floor(math_us, "math")
+
+
+def floor_of_all(works: Iterable[Work], ceilings: Ceilings) -> Floor:
+    """Of pieces one behind the other; the bound is that of most of the time."""
+    floors = [floor(work, ceilings) for work in works]
+    total = sum(least.us for least in floors)
+    by_bytes = sum(least.us for least in floors if least.bound == "bytes")
+    return Floor(total, "bytes" if 2 * by_bytes >= total else "math")
 
 
 def gemm(tokens: int, outputs: int, inputs: int, weight_bytes: int = 2, rate: Rate = "bf16") -> Work:

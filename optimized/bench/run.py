@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from optimized.bench.case import AbsentPeer, Case, Inputs, Peer
-from optimized.bench.floors import Ceilings, floor
+from optimized.bench.floors import Ceilings, floor_of_all
 from optimized.bench.judge import judge, relative_error
 from optimized.bench.records import OpRow, PeerTime
 from optimized.bench.timing import Timer, Timing
@@ -42,14 +42,14 @@ def run_cases(
 
 def run_case(case: Case, given: Inputs, ceilings: Ceilings, timer: Timer) -> OpRow:
     """Never raises for what a kernel or a package does wrong: the row says it."""
-    least = floor(case.work, ceilings)
+    least = floor_of_all(case.pieces, ceilings)
     backend = " ".join(sorted({given.backend_of(op) for op in case.uses})) or "cuBLAS"
     fields: dict[str, Any] = {
         "op": case.op,
         "shape": case.shape,
         "backend": backend,
-        "bytes": case.work.bytes,
-        "flops": case.work.flops,
+        "bytes": sum(work.bytes for work in case.pieces),
+        "flops": sum(work.flops for work in case.pieces),
         "floor_us": least.us,
         "bound": least.bound,
     }

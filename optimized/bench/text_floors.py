@@ -60,16 +60,17 @@ class StepFloors:
 
 
 def decode_floors(
-    config: TextConfig, batch: int, context: int, ceilings: Ceilings, storage: Storage = BF16
+    config: TextConfig, batch: int, context: int, ceilings: Ceilings, storage: Storage = BF16, rows: int = 1
 ) -> StepFloors:
-    """One token for each of `batch` requests that see `context` keys."""
+    """`rows` tokens for each of `batch` requests that see `context` keys."""
     keys = min(context, config.index_topk)
     window = min(context, config.sliding_window_size)
+    full, sliding = config.full, config.sliding
     return StepFloors(
-        **_shared(config, batch, ceilings, storage),
-        indexer=_us(index_scores(config, batch * context, batch * context, storage), ceilings),
-        full_core=_us(absorbed_core(config.full, batch, keys, storage.latent_row_bytes(config.full)), ceilings),
-        sliding_core=_us(absorbed_core(config.sliding, batch, window, BF16.latent_row_bytes(config.sliding)), ceilings),
+        **_shared(config, batch * rows, ceilings, storage),
+        indexer=_us(index_scores(config, batch * rows * context, batch * context, storage), ceilings),
+        full_core=_us(absorbed_core(full, batch, keys, storage.latent_row_bytes(full), rows), ceilings),
+        sliding_core=_us(absorbed_core(sliding, batch, window, BF16.latent_row_bytes(sliding), rows), ceilings),
     )
 
 
@@ -83,6 +84,27 @@ def prefill_floors(config: TextConfig, tokens: int, ceilings: Ceilings, storage:
         full_core=min(dense_core, sparse_core),
         sliding_core=_us(expanded_core(config.sliding, tokens, config.sliding_window_size), ceilings),
     )
+
+
+def layer_works(config: TextConfig, layer: int, batch: int, context: int) -> tuple[Work, ...]:
+    """The pieces of one layer in bfloat16: in a decode step of `batch` requests, or, 0, over a prompt of `context`."""
+    tokens, geometry, D = batch or context, config.geometry(layer), config.hidden_size
+    works = [gemm(tokens, projection_parameters(config, geometry), 1)]
+    if config.is_full(layer):
+        pairs = batch * context or causal_pairs(context)
+        works.append(index_scores(config, pairs, max(1, batch) * context))
+    most = config.index_topk if config.is_full(layer) else config.sliding_window_size
+    if batch:
+        works.append(absorbed_core(geometry, batch, min(context, most), BF16.latent_row_bytes(geometry)))
+    elif config.is_full(layer):
+        forms = (expanded_core(geometry, context), absorbed_prefill(config, context))
+        works.append(min(forms, key=lambda work: work.flops))
+    else:
+        works.append(expanded_core(geometry, context, most))
+    if not config.is_moe(layer):
+        return (*works, gemm(tokens, 3 * D * config.intermediate_size, 1))
+    shared = gemm(tokens, 3 * D * config.shared_intermediate_size, 1)
+    return (*works, routed_experts(config, tokens), shared, router(config))
 
 
 def projection_widths(config: TextConfig, geometry: MlaGeometry) -> tuple[int, int]:
@@ -111,10 +133,10 @@ def index_scores(config: TextConfig, pairs: int, keys: int, storage: Storage = B
     )
 
 
-def absorbed_core(geometry: MlaGeometry, batch: int, keys: int, row_bytes: int) -> Work:
-    """Each query reads its own `keys` latent rows; queries in and latent outputs out, in bfloat16."""
+def absorbed_core(geometry: MlaGeometry, batch: int, keys: int, row_bytes: int, rows: int = 1) -> Work:
+    """Each request reads `keys` latent rows, at best the same for its `rows` queries; those in, latents out, bf16."""
     H, C, L = geometry.num_attention_heads, geometry.kv_lora_rank, geometry.latent_row
-    return Work(batch * (keys * row_bytes + 2 * H * (L + C)), 2 * batch * keys * H * (L + C))
+    return Work(batch * (keys * row_bytes + 2 * rows * H * (L + C)), 2 * batch * rows * keys * H * (L + C))
 
 
 def absorbed_prefill(config: TextConfig, tokens: int) -> Work:
@@ -139,6 +161,10 @@ def routed_experts(config: TextConfig, tokens: int, storage: Storage = BF16) -> 
     return Work(read * one * storage.weight_bytes, 2 * tokens * config.num_experts_per_tok * one, storage.rate)
 
 
+def router(config: TextConfig) -> Work:
+    return Work(config.n_routed_experts * config.hidden_size * ROUTER_WEIGHT_BYTES, 0)
+
+
 def _shared(config: TextConfig, tokens: int, ceilings: Ceilings, storage: Storage) -> dict[str, float]:
     """The pieces that depend on the number of tokens alone."""
     D = config.hidden_size
@@ -146,13 +172,12 @@ def _shared(config: TextConfig, tokens: int, ceilings: Ceilings, storage: Storag
     def products(parameters: int) -> float:
         return _us(gemm(tokens, parameters, 1, storage.weight_bytes, storage.rate), ceilings)
 
-    router = Work(config.n_routed_experts * D * ROUTER_WEIGHT_BYTES, 0)
-    experts = routed_experts(config, tokens, storage)
+    routing = _us(routed_experts(config, tokens, storage), ceilings) + _us(router(config), ceilings)
     return {
         "full_projections": products(projection_parameters(config, config.full)),
         "sliding_projections": products(projection_parameters(config, config.sliding)),
         "dense": products(3 * D * config.intermediate_size),
-        "moe": _us(experts, ceilings) + products(3 * D * config.shared_intermediate_size) + _us(router, ceilings),
+        "moe": routing + products(3 * D * config.shared_intermediate_size),
         "head": _us(gemm(tokens, config.vocab_size, D), ceilings),
     }
 
