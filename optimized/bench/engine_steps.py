@@ -1,4 +1,4 @@
-"""Steps of the engine on the four-layer slice with random weights, for `slices` to measure.
+"""Steps of the engine on the four-layer slice with random weights, for `slices` and `generation` to measure.
 
 Weights are drawn on the GPU with the spread of a trained model's (1 / sqrt of the rows they sum over), norms are ones.
 Decode steps continue requests whose cached rows are drawn too, from the embedding to the greedy token, which the next
@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from optimized.bench.engine_generation import EngineGeneration
+from optimized.bench.generation import Generation, GenerationShape
 from optimized.bench.profile import Spent, profile_step
 from optimized.bench.slices import Steps, StepShape, slice_config
 from optimized.device import Backend
@@ -25,7 +27,10 @@ CHAINED = 64
 
 
 class EngineSteps:
-    """`make_step(shape)` for `measure_steps`. The weights (38 GB at released geometry) are drawn once."""
+    """`make_step(shape)` for `measure_steps`, `generation` for `measure_generations`.
+
+    The weights (38 GB at released geometry) are drawn once.
+    """
 
     def __init__(self, config: NoteConfig, seed: int = 0, device: str = "cuda", backend: Backend | None = None):
         self._config = slice_config(config).text
@@ -37,15 +42,26 @@ class EngineSteps:
         engine = self._engine(shape)
         return self._decode(engine, shape) if shape.batch else self._prefill(engine, shape)
 
+    def generation(self, shape: GenerationShape) -> Generation:
+        """From prompts of random tokens, through recorded steps and the draft layer, whose weights are there anyway."""
+        # Of the last round, tokens beyond those that were asked for, and drafts that are taken back.
+        length = shape.prompt + shape.tokens + 1 + 2 * shape.drafts
+        engine = self.engine_of(shape.requests, length, True, shape.drafts)
+        prompts = {f"request {number}": self._token_ids(shape.prompt) for number in range(shape.requests)}
+        run = EngineGeneration(engine, prompts, shape)
+        return Generation(run.prompt, run.rounds, run.free)
+
     def _engine(self, shape: StepShape) -> Engine:
-        tokens = shape.context + CHAINED
-        requests = max(1, shape.batch)
+        has_graphs = bool(shape.batch) and not shape.eager
+        return self.engine_of(max(1, shape.batch), shape.context + CHAINED, has_graphs)
+
+    def engine_of(self, requests: int, length: int, has_graphs: bool, drafts: int = 0) -> Engine:
         options = EngineOptions(
-            pages=requests * (-(-tokens // PAGE_SIZE) + 1),
+            pages=requests * (-(-length // PAGE_SIZE) + 1),
             page_size=PAGE_SIZE,
             requests=requests,
-            max_draft_tokens=0,
-            graphs=bool(shape.batch) and not shape.eager,
+            max_draft_tokens=drafts,
+            graphs=has_graphs,
         )
         return Engine.from_packed(self._config, self._weights, torch.bfloat16, self._device, self._backend, options)
 

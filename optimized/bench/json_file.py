@@ -11,9 +11,11 @@ from typing import Any
 
 from optimized.bench.floors import Ceilings
 from optimized.bench.judge import Agreement
-from optimized.bench.records import BenchError, BenchReport, Machine, OpRow, PeerTime, StepRow
+from optimized.bench.records import BenchError, BenchReport, GenerationRow, Machine, OpRow, PeerTime, StepRow
 
 REPORT_VERSION = 1
+# Of a generation: written for readers, and worked out again when read.
+DERIVED = ("floor_us", "round_us", "tokens_s", "accepted", "break_even")
 
 
 def to_json(report: BenchReport) -> dict[str, Any]:
@@ -21,6 +23,8 @@ def to_json(report: BenchReport) -> dict[str, Any]:
     fields = _without_nan(asdict(report))
     for record, row in zip(fields["rows"], report.rows, strict=True):
         record |= {"of_floor": row.of_floor, "peer_of_ours": row.peer_of_ours}
+    for record, generation in zip(fields["generations"], report.generations, strict=True):
+        record |= {name: getattr(generation, name) for name in DERIVED}
     return {"report_version": REPORT_VERSION, "backends": report.backends, **fields}
 
 
@@ -37,6 +41,8 @@ def from_json(record: dict[str, Any]) -> BenchReport:
             record["command"],
             tuple(_op_row(row) for row in record["rows"]),
             tuple(_step_row(step) for step in record["steps"]),
+            # Earlier reports have none.
+            tuple(_generation_row(row) for row in record.get("generations", ())),
         )
     except (AttributeError, KeyError, TypeError) as error:
         raise BenchError(f"not a report of the benchmark: {type(error).__name__} {error}") from error
@@ -83,6 +89,10 @@ def _op_row(row: dict[str, Any]) -> OpRow:
 
 def _step_row(step: dict[str, Any]) -> StepRow:
     return StepRow(**{**step, "slowest": tuple((name, us) for name, us in step["slowest"])})
+
+
+def _generation_row(row: dict[str, Any]) -> GenerationRow:
+    return GenerationRow(**{name: value for name, value in row.items() if name not in DERIVED})
 
 
 def _without_nan(value: Any) -> Any:

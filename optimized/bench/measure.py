@@ -9,6 +9,7 @@ import torch
 
 from optimized.bench.case import Case, Inputs
 from optimized.bench.ceilings import measure_ceilings
+from optimized.bench.generation import GENERATION_SHAPES, GenerationShape, MakeGeneration, measure_generations
 from optimized.bench.machine import obstacle, this_machine
 from optimized.bench.records import BenchReport
 from optimized.bench.run import Progress, run_cases
@@ -26,8 +27,10 @@ def measure(
     progress: Progress = lambda line: None,
     make_step: MakeStep | None = None,
     shapes: Sequence[StepShape] = STEP_SHAPES,
+    make_generation: MakeGeneration | None = None,
+    texts: Sequence[GenerationShape] = GENERATION_SHAPES,
 ) -> BenchReport:
-    """Run `cases`, and `shapes` through `make_step` if one is given, on this machine's GPU in bfloat16.
+    """Run `cases`, and `shapes` and `texts` through what makes them if it is given, on this machine's GPU in bfloat16.
 
     Raises: NotSupportedError where there is none.
     """
@@ -38,5 +41,6 @@ def measure(
     ceilings = measure_ceilings(timer, seed)
     rows = run_cases(cases, Inputs(config, torch.device("cuda"), seed), ceilings, timer, progress)
     steps = measure_steps(make_step, config, ceilings, shapes, progress) if make_step else []
+    written = measure_generations(make_generation, config, ceilings, texts, progress) if make_generation else []
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    return BenchReport(this_machine(), ceilings, date, command, tuple(rows), tuple(steps))
+    return BenchReport(this_machine(), ceilings, date, command, tuple(rows), tuple(steps), tuple(written))

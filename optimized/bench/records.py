@@ -108,6 +108,65 @@ class StepRow:
 
 
 @dataclass(frozen=True)
+class GenerationRow:
+    """From prompts to the last token on the wall clock, `requests` at once, `drafts` proposed to each a round.
+
+    `prompt_us`: until all first tokens are known; with drafts the draft layer has then run over the prompts too.
+    `rounds_us`: all of the `rounds` that bring the other `tokens`, of all requests together. A round is one step, with
+    drafts also the proposals. `plain_us`: a round without drafts, in the same run.
+    """
+
+    name: str
+    requests: int
+    drafts: int
+    prompt_floor_us: float
+    round_floor_us: float
+    prompt_us: float | None = None
+    rounds_us: float | None = None
+    rounds: int = 0
+    tokens: int = 0
+    plain_us: float | None = None
+    why: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.rounds_us is None) != bool(self.why) or (self.prompt_us is None) != bool(self.why):
+            raise BenchError(f"{self.name}: expected times or a reason, found rounds_us={self.rounds_us}, {self.why!r}")
+        if not self.why and not self.requests * self.rounds <= self.tokens <= self.most_tokens:
+            raise BenchError(
+                f"{self.name}: {self.rounds} rounds of {self.requests} requests bring {self.requests * self.rounds} to "
+                f"{self.most_tokens} tokens, found {self.tokens}"
+            )
+
+    @property
+    def most_tokens(self) -> int:
+        return self.requests * self.rounds * (1 + self.drafts)
+
+    @property
+    def round_us(self) -> float | None:
+        return self.rounds_us / self.rounds if self.rounds_us is not None and self.rounds else None
+
+    @property
+    def tokens_s(self) -> float | None:
+        """Tokens a second in the rounds, of all requests together."""
+        return 1e6 * self.tokens / self.rounds_us if self.rounds_us else None
+
+    @property
+    def floor_us(self) -> float:
+        """The floors of all steps that were done, added up."""
+        return self.prompt_floor_us + self.rounds * self.round_floor_us
+
+    @property
+    def accepted(self) -> float | None:
+        """Drafts that were kept, in a round of one request."""
+        return self.tokens / (self.requests * self.rounds) - 1 if self.rounds else None
+
+    @property
+    def break_even(self) -> float | None:
+        """How many drafts must be kept in a round of one request for the same tokens a second as without drafts."""
+        return self.round_us / self.plain_us - 1 if self.round_us is not None and self.plain_us else None
+
+
+@dataclass(frozen=True)
 class BenchReport:
     """Everything one run found. `date` is ISO 8601 in UTC, `command` what repeats it."""
 
@@ -117,6 +176,7 @@ class BenchReport:
     command: str
     rows: tuple[OpRow, ...] = ()
     steps: tuple[StepRow, ...] = ()
+    generations: tuple[GenerationRow, ...] = ()
 
     @property
     def red(self) -> tuple[OpRow, ...]:
@@ -124,7 +184,13 @@ class BenchReport:
 
     @property
     def timed(self) -> int:
-        return sum(row.us is not None for row in self.rows) + sum(step.gpu_us is not None for step in self.steps)
+        found = (*(row.us for row in self.rows), *(step.gpu_us for step in self.steps))
+        return sum(us is not None for us in (*found, *(row.rounds_us for row in self.generations)))
+
+    @property
+    def count(self) -> int:
+        """All that was to be timed."""
+        return len(self.rows) + len(self.steps) + len(self.generations)
 
     @property
     def backends(self) -> dict[str, str]:

@@ -1,20 +1,24 @@
-"""A report as text: one line on the machine, the ceilings, a table of ops, a table of whole steps.
+"""A report as text: one line on the machine, the ceilings, tables of ops, of whole steps and of generated text.
 
 Times are microseconds; `ours/floor` is 1 at the floor, `peer/ours` above 1 where the op is faster than the best peer.
+`kept` are drafts that were accepted in a round of one request, `break even` how many must be to be worth their time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from optimized.bench.records import BenchReport, Machine, OpRow, PeerTime, StepRow
+from optimized.bench.records import BenchReport, GenerationRow, Machine, OpRow, PeerTime, StepRow
 
 OP_HEADINGS = (
     "op", "shape", "ours us", "floor us", "bound", "peer", "peer us", "ours/floor", "peer/ours", "error", "of noise",
 )  # fmt: skip
 STEP_HEADINGS = ("step", "GPU us", "floor us", "GPU/floor", "wall us", "host us", "kernels")
+TEXT_HEADINGS = (
+    "text", "prompts us", "floor us", "rounds", "round us", "floor us", "round/floor", "tokens/s", "kept", "break even",
+)  # fmt: skip
 # Columns of words, which are aligned to the left.
-WORDS = ("op", "shape", "bound", "peer", "step")
+WORDS = ("op", "shape", "bound", "peer", "step", "text")
 
 
 def report_lines(report: BenchReport) -> list[str]:
@@ -25,8 +29,11 @@ def report_lines(report: BenchReport) -> list[str]:
         lines += [*table(OP_HEADINGS, [op_cells(row) for row in report.rows]), ""]
     if report.steps:
         lines += [*table(STEP_HEADINGS, [step_cells(step) for step in report.steps]), ""]
+    if report.generations:
+        lines += [*table(TEXT_HEADINGS, [text_cells(row) for row in report.generations]), ""]
     lines += [f"no time: {row.op} {row.shape}: {row.why}" for row in report.rows if row.why]
     lines += [f"no time: {step.name}: {step.why}" for step in report.steps if step.why]
+    lines += [f"no time: {row.name}: {row.why}" for row in report.generations if row.why]
     lines += _peer_notes(report.rows)
     return lines
 
@@ -36,7 +43,7 @@ def verdict_line(report: BenchReport) -> str:
         first = report.red[0]
         counted = f"{len(report.red)} of {len(report.rows)} rows"
         return f"DIFFERENT  {counted}; the first: {first.op} {first.shape}: {first.why}"
-    return f"AGREES  {report.timed} of {len(report.rows) + len(report.steps)} rows timed, none red"
+    return f"AGREES  {report.timed} of {report.count} rows timed, none red"
 
 
 def machine_line(machine: Machine) -> str:
@@ -87,6 +94,22 @@ def step_cells(step: StepRow) -> list[str]:
     numbers = [microseconds(step.gpu_us), microseconds(step.floor_us), times(of_floor)]
     kernels = "-" if step.kernels is None else str(step.kernels)
     return [step.name, *numbers, microseconds(step.wall_us), microseconds(step.host_us), kernels]
+
+
+def text_cells(row: GenerationRow) -> list[str]:
+    of_floor = row.round_us / row.round_floor_us if row.round_us is not None and row.round_floor_us else None
+    return [
+        row.name,
+        microseconds(row.prompt_us),
+        microseconds(row.prompt_floor_us),
+        str(row.rounds),
+        microseconds(row.round_us),
+        microseconds(row.round_floor_us),
+        times(of_floor),
+        microseconds(row.tokens_s),
+        times(row.accepted if row.drafts else None),
+        times(row.break_even),
+    ]
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
