@@ -33,12 +33,16 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True)
 class Peer:
-    """Another implementation. `checked` brings what `run` returns into the rows and layout of the problem's truth."""
+    """Another implementation. `checked` brings what `run` returns into the rows and layout of the problem's truth.
+
+    `waits`: it waits for the device on its way, so no graph can hold it.
+    """
 
     name: str
     run: Callable[[], Any]
     checked: Callable[[Any], Tensor]
     limit: float = PEER_LIMIT
+    waits: bool = False
 
 
 @dataclass(frozen=True)

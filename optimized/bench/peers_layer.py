@@ -60,7 +60,9 @@ def transformers_layers(
             continue
         try:
             run = transformers_layer(config, weights, inputs, attention, experts)
-            peers.append(Peer(name, run, lambda out_BTD: checked(out_BTD.flatten(0, 1)), FLIPPED_LIMIT))
+            # The loop over experts asks the device which of them are chosen.
+            waits = config.is_moe(0) and experts == "eager"
+            peers.append(Peer(name, run, lambda out_BTD: checked(out_BTD.flatten(0, 1)), FLIPPED_LIMIT, waits))
         except Exception as error:  # of the package, or memory; the table has a place for it
             peers.append(AbsentPeer(name, f"{type(error).__name__}: {error}"))
     return peers

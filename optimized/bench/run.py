@@ -80,7 +80,7 @@ def _peer_time(peer: Peer | AbsentPeer, truth: torch.Tensor, timing: Timing, tim
         # Written so that NaN is refused.
         if not error <= peer.limit:
             return PeerTime(peer.name, error=error, why=f"not trusted: error {error:.1e}, limit {peer.limit:.0e}")
-        us, taken = _timed(peer.run, timing, timer)
+        us, taken = _timed(peer.run, "events" if peer.waits else timing, timer)
     except Exception as failure:
         return PeerTime(peer.name, why=reason(failure))
     return PeerTime(peer.name, us, error, taken)

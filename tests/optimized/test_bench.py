@@ -267,6 +267,19 @@ def test_a_call_that_no_graph_holds_is_timed_between_events():
     assert (row.us, row.timing) == (5.0, "events")
 
 
+def test_a_peer_that_waits_is_timed_between_events():
+    taken = []
+
+    def clock(call: Callable[[], Any], timing: str) -> float:
+        taken.append(timing)
+        return 5.0
+
+    truth = torch.arange(1.0, 5.0)
+    peers = [Peer(str(waits), lambda: truth, lambda out: out, waits=waits) for waits in (False, True)]
+    row = run_case(problem_of(truth, peers), inputs(), CEILINGS, clock)
+    assert taken == ["graph", "graph", "events"] == [row.timing, *(peer.timing for peer in row.peers)]
+
+
 def test_judge_prints_error_and_noise_and_compares_integers_exactly():
     truth = torch.linspace(1, 2, 100, dtype=torch.float64)
     same = judge([Triple(truth.bfloat16(), truth.bfloat16(), truth)])

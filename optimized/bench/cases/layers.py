@@ -54,7 +54,7 @@ def _layer(layer: int, batch: int, length: int, page_size: int) -> Callable[[Inp
     def build(given: Inputs) -> Problem:
         config = layer_alone(given.config, layer)
         weights = drawn_layer(config, given.generator, given.dtype)
-        ops = choose(given.device, given.backend)
+        ops = choose(given.device, given.backend, packages=True)
         seen, count = ([length] * batch, 1) if batch else ([0], length)
         run = LayerRun(config, weights, ops, seen, count, page_size)
         if batch:
