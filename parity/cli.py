@@ -12,6 +12,7 @@ raises the named errors of whatever it calls: the group turns them into one mess
 compares ends with `raise typer.Exit(EXIT_AGREES)` or `typer.Exit(EXIT_DISAGREES)`.
 """
 
+import errno
 import sys
 import traceback
 from importlib.metadata import version
@@ -44,6 +45,12 @@ class _Commands(TyperGroup):
         except (NoteError, ParityError) as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(_exit_code(error)) from error
+        except OSError as error:
+            # A pipe that was closed (`| head`) is the shell's business; what names no file is no mistake of a user.
+            if error.errno == errno.EPIPE or error.filename is None:
+                raise
+            typer.echo(f"error: {error.filename}: {error.strerror}", err=True)
+            raise typer.Exit(EXIT_UNUSABLE) from error
 
 
 def _exit_code(error: Exception) -> int:
@@ -90,7 +97,9 @@ def inspect(
     ],
     context: Annotated[
         list[int] | None,
-        typer.Option(min=1, metavar="TOKENS", help="Length to plan the cache for; may be repeated. [4k 32k 128k 512k]"),
+        typer.Option(
+            min=1, metavar="TOKENS", help="Length to plan the cache for; may be repeated. [4096 32768 131072 524288]"
+        ),
     ] = None,
     drafts: Annotated[int, typer.Option(min=0, metavar="TOKENS", help="Draft tokens that may be in flight.")] = 4,
     json: JsonOption = False,

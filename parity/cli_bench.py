@@ -50,8 +50,14 @@ def bench(
     inputs; ceilings are measured in the same run.
     """
     from optimized.bench.json_file import read_json, write_json, write_text
+    from optimized.bench.records import BenchError
     from optimized.bench.tables import report_lines, verdict_line
+    from parity.report.write import check_paths
 
+    check_paths(json=json, markdown=markdown, plot=plot)
+    selecting = {"--ops": ops, "--batch": batch, "--quick": quick, "--no-ops": only_steps, "--profile": profile}
+    if earlier and (given := [name for name, value in {**selecting, "--no-steps": not steps}.items() if value]):
+        raise BenchError(f"--from {earlier}: an earlier run is shown as it is: leave {', '.join(given)} out")
     if profile:
         typer.echo("\n".join(_profiled(profile, seed)))
         return

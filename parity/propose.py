@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Mapping as Dict
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from functools import cached_property
 from itertools import combinations
 from typing import Literal
@@ -55,10 +56,12 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Proposal:
-    """`mapping` is None where nothing needs one, or nothing helps. `unexplained`: names that nothing explains."""
+    """`mapping` is None where nothing needs one, or nothing helps. Names as patterns: `explained` by a tensor of the
+    other trace, under their own name or another, and `unexplained`, that nothing explains."""
 
     mapping: Mapping | None
     evidence: tuple[Evidence, ...]
+    explained: tuple[str, ...]
     unexplained: tuple[str, ...]
 
 
@@ -72,16 +75,17 @@ def propose_mapping(expected: Trace, actual: Trace) -> Proposal:
         if not explanations:
             unexplained.append(pattern)
             continue
-        best = min(explanations, key=lambda explanation: explanation.rank(shift))
+        best = min(explanations, key=lambda explanation: explanation.rank(pattern, shift))
         rules.append(best.rule(pattern))
         if not best.is_identity(pattern):
             words = tuple(transform.op for transform in best.transforms)
             before = min(_error(_Hypothesis((pattern,)), pattern, known, foreign)[0], 1.0)
             evidence.append(Evidence(pattern, best.sources, best.shift, words, before, best.error, best.layers))
+    explained = tuple(pattern for pattern, explanations in found.items() if explanations)
     if not evidence:
-        return Proposal(None, (), tuple(unexplained))
+        return Proposal(None, (), explained, tuple(unexplained))
     kept = [pattern for pattern in unexplained if pattern in foreign.patterns]
-    return Proposal(_mapping(rules, kept, shift), tuple(evidence), tuple(unexplained))
+    return Proposal(_mapping(rules, kept, shift), tuple(evidence), explained, tuple(unexplained))
 
 
 def _common_shift(found: Dict[str, list[_Explanation]]) -> int:
@@ -130,10 +134,12 @@ class _Explanation(_Hypothesis):
     layers: int = 0
     is_renamed: bool = False
 
-    def rank(self, common_shift: int) -> tuple[int, int, float]:
-        """Of two that explain equally well: more layers first, then the one that claims less."""
+    def rank(self, pattern: str, common_shift: int) -> tuple[int, int, float, float]:
+        """Of two that explain equally well: more layers first, then the one that claims less. Where the same values
+        come under two names (a latent, and what is cached of it), the name that is more like the pattern."""
         claims = 3 * (len(self.sources) - 1) + 2 * len(self.transforms) + 2 * self.is_renamed
-        return -self.layers, claims + abs(self.shift - common_shift), self.error
+        likeness = SequenceMatcher(None, pattern, self.sources[0]).ratio()
+        return -self.layers, claims + abs(self.shift - common_shift), self.error, -likeness
 
 
 class _Samples:

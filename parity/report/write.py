@@ -40,17 +40,18 @@ def write_files(formats: Mapping[str, tuple[str | Path | None, Callable[[], str]
     paths = {name: Path(path) for name, (path, _) in formats.items() if path is not None}
     texts = {path: formats[name][1]() for name, path in paths.items()}
     for path, text in texts.items():
-        _write(path, text)
+        write_text(path, text)
 
 
-def _write(path: Path, text: str) -> None:
+def write_text(path: Path, text: str) -> None:
+    """Raises: ReportError for what the system says against it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         temporary.write_text(text, encoding="utf-8")
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise ReportError(f"{path}: the report cannot be written: {error.strerror or error}") from error
+        raise ReportError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 def check_paths(**paths: str | Path | None) -> None:
@@ -60,10 +61,15 @@ def check_paths(**paths: str | Path | None) -> None:
     """
     seen: dict[Path, str] = {}
     for name, path in ((name, Path(path)) for name, path in paths.items() if path is not None):
-        if path.is_dir():
-            raise ReportError(f"--{name} {path}: is a folder; name a file")
-        if not path.parent.is_dir():
-            raise ReportError(f"--{name} {path}: there is no folder {path.parent}")
+        check_path(f"--{name}", path)
         other = seen.setdefault(path.resolve(), name)
         if other != name:
             raise ReportError(f"--{name} {path}: --{other} writes the same file")
+
+
+def check_path(said: str, path: Path) -> None:
+    """Raises: ReportError, beginning with what names the file, if it is a folder or lies in none."""
+    if path.is_dir():
+        raise ReportError(f"{said} {path}: is a folder; name a file")
+    if not path.parent.is_dir():
+        raise ReportError(f"{said} {path}: there is no folder {path.parent}")

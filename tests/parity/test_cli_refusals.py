@@ -46,10 +46,26 @@ def test_one_workload_leaves_nothing_to_draw():
     assert "leave --drawn out" in refusal("check", "--workload", "p:a3", "--drawn", "2")
 
 
-@pytest.mark.parametrize("command", [["check"], ["drift"], ["compare", "tiny", "x"], ["diagnose", "tiny", "x"]])
-def test_a_report_that_could_not_be_written_is_refused_first(tmp_path: Path, command: list[str]):
+@pytest.mark.parametrize("command", ["check", "drift", "bench", "compare tiny x", "diagnose tiny x"])
+def test_a_report_that_could_not_be_written_is_refused_first(tmp_path: Path, command: str):
     wrong = tmp_path / "none" / "report.json"
-    assert refusal(*command, "--json", str(wrong)) == f"error: --json {wrong}: there is no folder {wrong.parent}"
+    line = refusal(*command.split(), "--json", str(wrong))
+    assert line == f"error: --json {wrong}: there is no folder {wrong.parent}"
+
+
+def test_a_mapping_that_could_not_be_written_is_refused_first(tmp_path: Path):
+    wrong = tmp_path / "none" / "m.json"
+    assert (
+        refusal("propose", "tiny", "x", str(wrong)) == f"error: MAPPING.json {wrong}: there is no folder {wrong.parent}"
+    )
+    assert "is a folder; name a file" in refusal("propose", "tiny", "x", str(tmp_path))
+
+
+def test_what_the_system_refuses_is_one_line(text_folder: Path, tmp_path: Path):
+    file = tmp_path / "plain.txt"
+    file.touch()
+    line = refusal("golden", str(text_folder), str(file / "golden"), "--workload", "p:a3")
+    assert line == f"error: {file / 'golden.partial'}: Not a directory"
 
 
 @pytest.mark.parametrize("part", [["--tower", "vision"], ["--tower", "audio"], ["--multimodal"]])
@@ -87,6 +103,11 @@ def test_faults_that_are_spelled_wrong_or_of_a_tower():
     assert "did you mean router_fp32" in refusal("faults", "router_f32")
     assert "`note-parity faults` lists them" in refusal("faults", "zzz")
     assert "of the text model" in refusal("faults", "vision_merge_order_column_major", "--verify")
+
+
+@pytest.mark.parametrize("selecting", [["--ops", "rms*"], ["--quick"], ["--no-steps"], ["--profile", "4"]])
+def test_a_shown_benchmark_is_shown_as_it_is(selecting: list[str]):
+    assert refusal("bench", "--from", "x.json", *selecting).endswith(f"as it is: leave {selecting[0]} out")
 
 
 def test_a_shown_benchmark_needs_no_gpu(tmp_path: Path):
