@@ -155,7 +155,7 @@ def diagnose(
     from parity.report.from_findings import layer_kinds, report_of_diagnosis
     from parity.report.terminal import progress_lines, terminal
     from parity.report.write import check_paths, write_reports
-    from parity.sides import Options, detail_of, recorded_for
+    from parity.sides import Options, detail_of, not_recorded, recorded_for
 
     check_paths(json=json, junit=junit, markdown=markdown, html=html)
     golden = Golden.open(expected)
@@ -176,6 +176,8 @@ def diagnose(
         views = compared(reference, recorded.trace, golden.dtype, golden.workload)
         before = replace(diagnosis.before, probes=(*diagnosis.before.probes, *views.probes))
         diagnosis = replace(diagnosis, before=before)
+    skipped = (*not_recorded(golden, recorded.trace), *diagnosis.before.skipped)
+    diagnosis = replace(diagnosis, before=replace(diagnosis.before, skipped=skipped))
     if recorded.statistics:
         notes = (*notes, f"{len(recorded.statistics)} tensors by sums and samples only: a diagnosis does not use them")
     if diagnosis.verdict == "unknown":

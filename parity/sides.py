@@ -20,6 +20,7 @@ from parity.manifest import DumpError
 from parity.mapping_hint import mapping_hints
 from parity.recorded import Recorded, open_recorded
 from parity.same_run import RunIdentity, identity_of_golden, require_same_run, run_differences, weights_warning
+from parity.schema import dataflow_key
 from parity.stored import CLEAR_CHANGES, clear_hidden_choices
 from parity.trace import Trace
 from parity.workload import Workload
@@ -93,6 +94,8 @@ def recorded_for(golden: Golden, actual: Path, options: Options) -> tuple[Record
     identity = identity_of_golden(golden)
     if options.expected_mapping is not None:
         raise DumpError("--expected-mapping: the expected side is a golden, which needs none")
+    if options.config is not None and config_named(options.config) != identity.config:
+        raise DumpError(f"--config {options.config}: the expected side is a golden of other sizes; it needs none")
     recorded = open_recorded(actual, options.mapping, identity.config, golden.workload)
     warning = weights_warning(golden, recorded.identity)
     notes = [*([warning] if warning else []), *_run_notes(identity, recorded.identity, options)]
@@ -107,7 +110,7 @@ def _against_golden(golden: Golden, actual: Path, options: Options, with_detail:
     config = NoteConfig.from_json(golden.record.config).text
     shown = detail_of(golden_trace(golden), recorded.trace, with_detail)
     comparison = _with_skipped(found, recorded.skipped)
-    notes = (*notes, *_hidden_choices_note(golden, recorded.trace, found))
+    notes = (*notes, *_inputs_note(found), *_hidden_choices_note(golden, recorded.trace, found))
     notes += mapping_hints(golden_trace(golden), recorded.trace, found)
     return Compared(comparison, golden.workload, golden.record.dtype, config, shown, notes)
 
@@ -124,7 +127,7 @@ def _against_dump(expected: Path, actual: Path, options: Options, with_detail: b
     workload = left.identity.workload or right.identity.workload
     layers = config.text.num_hidden_layers if config else None
     found = compare_dumps(left.trace, right.trace, dtype, workload, layers, left.statistics, right.statistics)
-    notes += mapping_hints(left.trace, right.trace, found)
+    notes += [*_inputs_note(found), *mapping_hints(left.trace, right.trace, found)]
     skipped = (*left.skipped, *right.skipped)
     shown = detail_of(left.trace, right.trace, with_detail)
     text = config.text if config else None
@@ -146,15 +149,40 @@ def _run_notes(expected: RunIdentity, actual: RunIdentity, options: Options) -> 
     return notes
 
 
+def not_recorded(golden: Golden, candidate: Trace) -> tuple[str, ...]:
+    """A line on the names of the golden that a dump lacks, if there are any."""
+    names = golden.names()
+    absent = sorted({*names} - {*candidate.names()}, key=dataflow_key)
+    if not absent:
+        return ()
+    return (f"{len(absent)} of {len(names)} tensors are not in the dump, the first is {absent[0]}",)
+
+
+def _inputs_note(found: Comparison) -> list[str]:
+    """Where the very first tensor differs, the runs may have had other inputs."""
+    if found.first is None or found.first.name != "embeddings":
+        return []
+    return [
+        "the embeddings differ, and nothing is computed before them: other tokens (docs/dumps.md, what to run), "
+        "another embedding table, or embeddings that are scaled"
+    ]
+
+
 def _hidden_choices_note(golden: Golden, candidate: Trace, found: Comparison) -> list[str]:
     """What choices that are not shown cost, where anything behind them was compared."""
     count = clear_hidden_choices(golden, candidate) if found.compared else 0
     if not count:
         return []
+    share = 1.0 - (1.0 - CLEAR_CHANGES) ** count
     return [
         f"{count:,} choices are not shown and were taken for the expected ones, by their margins; rounding changes one "
-        f"of them in about {100 * count * CLEAR_CHANGES:.1f} % of runs, and then what is behind it is called different"
+        f"of them in about {_percent(share)} of runs, and then what is behind it is called different"
     ]
+
+
+def _percent(share: float) -> str:
+    """With the digits that a small number needs: 0.02 %, 0.3 %, 17 %."""
+    return f"{100 * share:.0f} %" if share >= 0.01 else f"{100 * share:.1g} %"
 
 
 def _coarser(*dtypes: torch.dtype | None) -> torch.dtype:

@@ -110,7 +110,7 @@ def config_of(dump: Dump) -> NoteConfig | None:
     try:
         return NoteConfig.from_json(dump.config_file)
     except ConfigError as error:
-        raise ConfigError(f"{dump.config_file}: {error}; a dump needs no config.json, but not a wrong one") from error
+        raise ConfigError(f"{error}; a dump needs no config.json, but not a wrong one") from error
     except RecursionError as error:
         raise ConfigError(f"{dump.config_file}: is nested too deeply to be a model's config") from error
 
