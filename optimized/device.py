@@ -6,8 +6,9 @@ triton   the kernel, compiled on a GPU, or interpreted on a CPU where TRITON_INT
 torch    its twin in plain PyTorch, everywhere else and wherever it is asked for
 package  an optional package on a GPU, for the sizes at which it is faster than the kernel, where packages are let in
 
-Nothing falls back silently: a backend that was asked for and cannot run is an error, and the reason says which package
-is taken or why it is not.
+Attention has two kernels behind an op: one for Hopper and the released sizes, one for all. Which of them runs depends
+on the tensors of a call, so the reason says what there is. Nothing falls back silently: a backend that was asked for
+and cannot run is an error, and the reason says which package is taken or why it is not.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from optimized.attention.one_pass import FEWEST_RING_TOKENS, has_hopper_kernels
+from optimized.attention.pipelined import FEWEST_QUERIES
 from optimized.errors import NotSupportedError
 from optimized.kernels.common import HAS_TRITON, IS_INTERPRETED
 from optimized.packages import FLASH_MLA, OptionalPackage, status_of
@@ -65,6 +68,12 @@ OPS = {
     "fp8_swiglu": "optimized.kernels.experts_fp8",
     "fp8_down": "optimized.kernels.experts_fp8",
     "fp8_combine": "optimized.kernels.experts_fp8",
+}
+# What the kernels for Hopper do otherwise than those for all; bfloat16 of the released sizes takes them.
+HOPPER_OPS = {
+    "sparse_attention": "one pass over the rows in place of two",
+    "ring_attention": f"one pass over the rows in place of two, from {FEWEST_RING_TOKENS} tokens on",
+    "expanded_attention": f"products that overlap, from {FEWEST_QUERIES} queries on",
 }
 # The package that an op may take, and where its `NAME_package` lives, which runs the kernel where that is faster.
 PACKAGED: dict[str, tuple[OptionalPackage, str]] = {"sparse_attention": (FLASH_MLA, "optimized.attention.flash_mla")}
@@ -113,9 +122,20 @@ def choose(device: torch.device | str, backend: Backend | None = None, packages:
     else:
         chosen, reason = "triton", "interpreted" if device.type == "cpu" else f"compiled for {_card(device)}"
     choices = {op: Choice(op, chosen, reason) for op in OPS}
+    if chosen == "triton":
+        choices |= {op: _of_two_kernels(choices[op], device) for op in HOPPER_OPS}
     if packages and backend is None and chosen == "triton" and device.type == "cuda":
         choices |= {op: _packaged(choices[op], package) for op, (package, _) in PACKAGED.items()}
     return Ops(choices)
+
+
+def _of_two_kernels(kernel: Choice, device: torch.device) -> Choice:
+    """The same choice, with what a kernel for Hopper does where there is one."""
+    if has_hopper_kernels(device):
+        said = f"released sizes in bfloat16 take the kernel for Hopper: {HOPPER_OPS[kernel.op]}"
+    else:
+        said = "one kernel for all sizes, none for Hopper"
+    return Choice(kernel.op, kernel.backend, f"{kernel.reason}; {said}")
 
 
 def _packaged(kernel: Choice, package: OptionalPackage) -> Choice:
