@@ -29,7 +29,9 @@ def bench(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few sizes: 1 and 64 requests, 4k tokens.")] = False,
     only_steps: Annotated[bool, typer.Option("--no-ops", help="Whole steps only.")] = False,
-    steps: Annotated[bool, typer.Option(help="Also whole steps of a four-layer slice: 40 GB of weights.")] = True,
+    steps: Annotated[
+        bool, typer.Option(help="Also whole steps of a four-layer slice, and text from it: 40 GB of weights.")
+    ] = True,
     profile: Annotated[
         int | None,
         typer.Option(
@@ -110,11 +112,12 @@ def _measured(ops: list[str], batches: list[int], quick: bool, only_steps: bool,
         raise RunnerUnavailable(f"bench: cannot run here: {found}")
     command = shlex.join(["note-parity", *sys.argv[1:]])
     with progress_lines() as progress:
-        make_step = None
+        make_step = make_generation = None
         if steps:
             progress("the engine against the reference")
             difference = first_difference("cuda")
             if difference:
                 raise BenchError(f"bench: no step is timed while the engine disagrees with the reference: {difference}")
             make_step = EngineSteps(config, seed)
-        return measure(config.text, cases, command, seed, progress, make_step)
+            make_generation = make_step.generation
+        return measure(config.text, cases, command, seed, progress, make_step, make_generation=make_generation)
