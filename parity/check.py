@@ -9,19 +9,24 @@ bfloat16   under `Numerics.transformers`. Limit: the measured floor; how much is
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from parity.compare import compare, compare_exact
+from parity.errors import ParityError
 from parity.findings import ChoiceVerdict, Comparison, ProbeResult, View
 from parity.judge import Reference
 from parity.run import run_workload
 from parity.runners import Runner
+from parity.shrink import smallest_failing
 from parity.trace import TraceRecorder
 from parity.workload import Case, Workload
+from reference.errors import NoteError
 
 Level = Literal["exact", "float32", "bfloat16"]
 LEVELS: tuple[Level, ...] = ("exact", "float32", "bfloat16")
@@ -87,9 +92,15 @@ def check(
     workloads: Sequence[Workload],
     levels: Sequence[Level] = LEVELS,
     progress: Callable[[str], None] = lambda line: None,
+    shrinks: bool = False,
 ) -> CheckReport:
-    """Run every workload at every level. `reference(level)` gives the reference of that level in any dtype."""
+    """Run every workload at every level. `reference(level)` gives the reference of that level in any dtype.
+
+    `shrinks`: where they differ, also run smaller workloads, for as long again; the smallest that differs at the same
+    tensor is the last run.
+    """
     runs, skipped, name = [], dict[str, None](), ""
+    began = time.monotonic()
     for level in levels:
         port = candidate(level)
         name = port.name
@@ -102,7 +113,36 @@ def check(
             views: tuple[View, ...] = ("cascade", "isolated") if number == 1 else ("isolated",)
             found = _compared(reference(level), recorder, level, workload, views, with_detail=number == 1)
             runs.append(Run(level, workload, found))
-    return CheckReport("reference", name, tuple(runs), tuple(skipped))
+    report = CheckReport("reference", name, tuple(runs), tuple(skipped))
+    if shrinks and (first := report.first_different) is not None:
+        end = 2 * time.monotonic() - began
+        smallest = _smallest(first, reference(first.level), candidate(first.level), end, progress)
+        report = replace(report, runs=(*report.runs, *smallest))
+    return report
+
+
+def _smallest(
+    run: Run, reference: Reference, port: Runner, end: float, progress: Callable[[str], None]
+) -> Sequence[Run]:
+    """The run of the smallest workload that differs first at the same tensor; none if there is no smaller one."""
+    assert isinstance(run.workload, Workload)
+    assert run.comparison.first is not None
+    name, smaller = run.comparison.first.name, list[Run]()
+
+    def differs(workload: Workload) -> bool:
+        progress(f"{run.level}: a smaller workload that differs: {workload.text()}")
+        recorder = TraceRecorder(producer=port.name)
+        run_workload(port, workload, recorder)
+        found = _compared(reference, recorder, run.level, workload, ("isolated",), with_detail=False)
+        if found.first is None or found.first.name != name:
+            return False
+        smaller.append(Run(run.level, workload, found))
+        return True
+
+    # A port that fails otherwise on a smaller one leaves the last that differed.
+    with suppress(NoteError, ParityError):
+        smallest_failing(run.workload, differs, lambda: time.monotonic() < end)
+    return smaller[-1:]
 
 
 def _compared(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -31,12 +32,14 @@ Candidate = Literal["transformers", "optimized"]
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """`workload`: one line in the tower's own form. `device`, `backend`, `graphs`: of the optimized candidate."""
+    """`workload`: one line in the tower's own form. `workload_seed` draws its tokens, pixels or noise; None: `seed`,
+    which draws the weights where there is no folder. `device`, `backend`, `graphs`: of the optimized candidate."""
 
     tower: Tower = "text"
     candidate: Candidate = "transformers"
     folder: Path | None = None
     workload: str | None = None
+    workload_seed: int | None = None
     drawn: int = 0
     seed: int = 0
     device: str = "cpu"
@@ -45,13 +48,19 @@ class CheckOptions:
 
     def command(self) -> str:
         """What repeats it, without what narrows a run down."""
-        words = ["note-parity check", *([str(self.folder)] if self.folder else [])]
+        words = ["note-parity", "check", *([str(self.folder)] if self.folder else [])]
         words += {"text": [], "multimodal": ["--multimodal"]}.get(self.tower, ["--tower", self.tower])
         if self.candidate == "optimized":
             words += ["--candidate", "optimized", "--device", self.device]
             words += ["--backend", self.backend] if self.backend else []
             words += ["--graphs"] if self.graphs else []
-        return " ".join(words)
+        words += [] if self.folder else ["--seed", str(self.seed)]
+        return shlex.join(words)
+
+    @property
+    def line_seed(self) -> int:
+        """What draws the inputs of the one workload."""
+        return self.seed if self.workload_seed is None else self.workload_seed
 
 
 def run_check(
@@ -82,7 +91,7 @@ def _text(
     options: CheckOptions, levels: Sequence[Level], progress: Callable[[str], None]
 ) -> tuple[CheckReport, Report]:
     line, seed = options.workload, options.seed
-    workloads = [Workload.parse(line, seed)] if line else None
+    workloads = None if line is None else [Workload.parse(line, options.line_seed)]
     with synthetic_checkpoint(seed) if options.folder is None else nullcontext(options.folder) as folder:
         if options.candidate == "optimized":
             found, config = check_folder(
@@ -104,7 +113,8 @@ def _text(
 def _vision(
     options: CheckOptions, levels: Sequence[Level], progress: Callable[[str], None]
 ) -> tuple[CheckReport, Report]:
-    cases = [VisionCase.parse(options.workload, options.seed)] if options.workload else None
+    line = options.workload
+    cases = None if line is None else [VisionCase.parse(line, options.line_seed)]
     made = synthetic_vision_checkpoint(options.seed) if options.folder is None else nullcontext(options.folder)
     with made as folder:
         found, config = check_vision(
@@ -117,7 +127,8 @@ def _vision(
 def _audio(
     options: CheckOptions, levels: Sequence[Level], progress: Callable[[str], None]
 ) -> tuple[CheckReport, Report]:
-    clips = [ClipWorkload.parse(options.workload, options.seed)] if options.workload else None
+    line = options.workload
+    clips = None if line is None else [ClipWorkload.parse(line, options.line_seed)]
     made = synthetic_audio_checkpoint(options.seed) if options.folder is None else nullcontext(options.folder)
     with made as folder:
         if options.candidate == "optimized":
@@ -135,7 +146,8 @@ def _multimodal(
     # It makes files, with packages that the other checks do without.
     from parity.multimodal_check import check_multimodal, check_multimodal_optimized, synthetic_note_checkpoint
 
-    cases = [MultimodalCase.parse(options.workload, options.seed)] if options.workload else None
+    line = options.workload
+    cases = None if line is None else [MultimodalCase.parse(line, options.line_seed)]
     made = synthetic_note_checkpoint(options.seed) if options.folder is None else nullcontext(options.folder)
     with made as folder:
         if options.candidate == "optimized":

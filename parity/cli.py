@@ -195,8 +195,11 @@ def check(
     workload: Annotated[
         str | None, typer.Option(metavar="LINE", help="Run only this, as reports print it; of towers also file:PATH.")
     ] = None,
+    workload_seed: Annotated[
+        int | None, typer.Option(metavar="INTEGER", help="Seed of what --workload is fed with. [that of --seed]")
+    ] = None,
     drawn: Annotated[int, typer.Option(min=0, metavar="COUNT", help="Random workloads beside the boundary ones.")] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of weights, tokens and random workloads.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the tiny checkpoint and of random workloads.")] = 0,
     verbose: Annotated[bool, typer.Option(help="Every tensor, not only the worst of each layer.")] = False,
     json: JsonFile = None,
     junit: JunitFile = None,
@@ -226,10 +229,12 @@ def check(
     for option, is_given in (("device cuda", device == "cuda"), ("backend", backend), ("graphs", graphs)):
         if is_given and candidate != "optimized":
             raise WorkloadError(f"--{option} is for the optimized implementation: add --candidate optimized")
-    if workload and drawn:
+    if workload is not None and drawn:
         raise WorkloadError("--workload runs that one alone: leave --drawn out")
+    if workload is None and workload_seed is not None:
+        raise WorkloadError("--workload-seed is of one workload: add --workload, or leave it out")
     check_paths(json=json, junit=junit, markdown=markdown, html=html)
-    options = CheckOptions(part, candidate, folder, workload, drawn, seed, device, backend, graphs)
+    options = CheckOptions(part, candidate, folder, workload, workload_seed, drawn, seed, device, backend, graphs)
     with progress_lines() as progress:
         found, report = run_check(options, levels, progress)
     write_reports(report, json, junit, markdown, html)

@@ -25,6 +25,7 @@ from parity.sweep import boundary_workloads, drawn_workloads
 from parity.workload import Workload
 from reference.checkpoint import CheckpointFolder, load_text_model, synthetic_tensors
 from reference.config import NoteConfig, tiny
+from reference.layers.indexer import RopeLayout
 from reference.numerics import Numerics
 
 # Small pages, poison wherever nothing was written, and limits that leave room for every workload of the sweep.
@@ -42,18 +43,23 @@ def check_optimized(
     backend: Backend | None = None,
     options: EngineOptions = OPTIONS,
     progress: Callable[[str], None] = lambda line: None,
+    indexer_rope_layout: RopeLayout = "leading",
+    shrinks: bool = False,
 ) -> CheckReport:
-    """Run `workloads`, or the boundary ones. Raises: RunnerUnavailable for a device or backend that is not here."""
+    """Run `workloads`, or the boundary ones. `shrinks`: see `check`.
+
+    Raises: RunnerUnavailable for a device, a backend or a layout that the optimized implementation does not have.
+    """
 
     def reference(level: Level) -> Reference:
-        return lambda dtype: ReferenceRunner(config, weights, dtype)
+        return lambda dtype: ReferenceRunner(config, weights, dtype, indexer_rope_layout=indexer_rope_layout)
 
     def candidate(level: Level) -> OptimizedRunner:
         if level == "exact":
-            return OptimizedRunner(config, weights, torch.float64, device, "torch", options)
-        return OptimizedRunner(config, weights, getattr(torch, level), device, backend, options)
+            return OptimizedRunner(config, weights, torch.float64, device, "torch", options, indexer_rope_layout)
+        return OptimizedRunner(config, weights, getattr(torch, level), device, backend, options, indexer_rope_layout)
 
-    return check(reference, candidate, workloads or boundary_workloads(config.text), levels, progress)
+    return check(reference, candidate, workloads or boundary_workloads(config.text), levels, progress, shrinks)
 
 
 def check_folder(
@@ -73,11 +79,22 @@ def check_folder(
     """
     opened = CheckpointFolder.open(folder, Numerics(), ("language", "mtp"))
     weights = load_text_model(folder, Numerics(), dtype=None).state_dict()
-    text = opened.config.text
+    text, shrinks = opened.config.text, workloads is None
     if workloads is None:
         workloads = (*boundary_workloads(text), *drawn_workloads(text, drawn, seed))
     engine = replace(OPTIONS, graphs=graphs)
-    report = check_optimized(opened.config, weights, workloads, levels, device, backend, engine, progress)
+    report = check_optimized(
+        opened.config,
+        weights,
+        workloads,
+        levels,
+        device,
+        backend,
+        engine,
+        progress,
+        opened.indexer_rope_layout,
+        shrinks,
+    )
     return report, opened.config
 
 

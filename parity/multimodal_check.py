@@ -97,13 +97,14 @@ def check_multimodal_optimized(
     Raises: as `check_multimodal`; RunnerUnavailable for a device or a backend that is not here.
     """
     opened = Folder.open(folder)
-    weights = dict(load_note_model(opened.path, dtype=None).state_dict())
+    model = load_note_model(opened.path, dtype=None)
+    weights, layout = dict(model.state_dict()), model.indexer_rope_layout
     options = replace(OPTIONS, graphs=graphs)
 
     def candidate(level: Level) -> NoteSide:
         if level == "exact":
-            return OptimizedNoteSide(opened.config, weights, torch.float64, device, "torch", options)
-        return OptimizedNoteSide(opened.config, weights, getattr(torch, level), device, backend, options)
+            return OptimizedNoteSide(opened.config, weights, torch.float64, device, "torch", options, layout)
+        return OptimizedNoteSide(opened.config, weights, getattr(torch, level), device, backend, options, layout)
 
     run = _Check(opened, (Numerics(), VisionNumerics()), candidate, None, has_exact_mode=False)
     return run.report(cases or (*boundary_cases(seed), *drawn_cases(drawn, seed)), levels, progress), opened.config

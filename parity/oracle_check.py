@@ -49,6 +49,7 @@ def check_against_transformers(
     config, layout = opened.config, opened.indexer_rope_layout
     # As stored: bfloat16 weights and float32 biases, which every dtype below represents exactly.
     weights = load_text_model(folder, numerics, dtype=None).state_dict()
+    shrinks = workloads is None
     if workloads is None:
         workloads = (*boundary_workloads(config.text), *drawn_workloads(config.text, drawn, seed))
 
@@ -61,4 +62,4 @@ def check_against_transformers(
             return TransformersRunner(folder, torch.float64, exact=True)
         return TransformersRunner(folder, getattr(torch, level))
 
-    return check(reference, candidate, workloads, levels, progress), config
+    return check(reference, candidate, workloads, levels, progress, shrinks), config

@@ -54,7 +54,7 @@ def report_of_check(
     if different is not None and different.comparison.first is not None:
         first = _Run(different.level, different.workload).record(different.comparison.first)
         workload = shlex.quote(different.workload.text())
-        again = f"{command} --level {different.level} --workload {workload} --seed {different.workload.seed}"
+        again = f"{command} --level {different.level} --workload {workload} --workload-seed {different.workload.seed}"
     detailed = [
         replace(run.comparison.detail, level=run.level, workload=run.workload.text())
         for run in report.runs

@@ -12,13 +12,14 @@ from optimized.engine import Engine, EngineOptions
 from optimized.errors import NotSupportedError
 from parity.runners import RunnerUnavailable
 from reference.config import NoteConfig
+from reference.layers.indexer import RopeLayout
 from reference.session import StepItem
 
 
 class OptimizedRunner:
     """One engine and its requests. Pools are poisoned, so that a row that was never written shows as NaN.
 
-    Raises: RunnerUnavailable if the device or the backend that is asked for is not there.
+    Raises: RunnerUnavailable if the device, the backend or the layout that is asked for is not there.
     """
 
     name = "optimized"
@@ -31,13 +32,20 @@ class OptimizedRunner:
         device: str = "cpu",
         backend: Backend | None = None,
         options: EngineOptions | None = None,
+        indexer_rope_layout: RopeLayout = "leading",
     ):
         self.config, self.dtype = config, dtype
         if device.startswith("cuda") and not torch.cuda.is_available():
             raise RunnerUnavailable("the optimized implementation on CUDA: torch finds no CUDA device here")
         try:
             self.engine = Engine.from_state(
-                config.text, _cast(weights, dtype), dtype, device, backend, options or EngineOptions(poison=True)
+                config.text,
+                _cast(weights, dtype),
+                dtype,
+                device,
+                backend,
+                options or EngineOptions(poison=True),
+                indexer_rope_layout=indexer_rope_layout,
             )
         except NotSupportedError as obstacle:
             raise RunnerUnavailable(str(obstacle)) from obstacle

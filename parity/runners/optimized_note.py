@@ -16,6 +16,7 @@ from parity.runners import NotSupportedHere, RunnerUnavailable
 from parity.runners.note_sides import Placed, Placements, generated
 from reference.config import NoteConfig
 from reference.generate import Generation
+from reference.layers.indexer import RopeLayout
 from reference.session import StepItem
 
 # Room for prompts with videos; poison wherever nothing was written.
@@ -38,6 +39,7 @@ class OptimizedNoteSide:
         device: str = "cpu",
         backend: Backend | None = None,
         options: EngineOptions = OPTIONS,
+        indexer_rope_layout: RopeLayout = "leading",
     ):
         if device.startswith("cuda") and not torch.cuda.is_available():
             raise RunnerUnavailable("the optimized implementation on CUDA: torch finds no CUDA device here")
@@ -45,7 +47,15 @@ class OptimizedNoteSide:
             raise NotSupportedHere("the multimodal check needs both towers, and the config lacks one")
         self.config, self.dtype = config, dtype
         try:
-            self.note = NoteEngine.from_state(config, _cast(weights, dtype), dtype, device, backend, options)
+            self.note = NoteEngine.from_state(
+                config,
+                _cast(weights, dtype),
+                dtype,
+                device,
+                backend,
+                options,
+                indexer_rope_layout=indexer_rope_layout,
+            )
         except NotSupportedError as obstacle:
             raise RunnerUnavailable(str(obstacle)) from obstacle
         self.placed: Mapping[str, Placed] = {}

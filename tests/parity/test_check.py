@@ -81,7 +81,7 @@ class WrongTheta(TransformersRunner):
 
 def test_a_planted_difference_exits_with_1_and_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parity.oracle_check, "TransformersRunner", WrongTheta)
-    result = check(*QUICK, "--seed", "3")
+    result = check(*QUICK, "--seed", "3", "--workload-seed", "5")
     assert result.exit_code == EXIT_DISAGREES, result.output
     assert first_line(result).startswith("DIFFERENT  ")
     assert "layers.2.attn.q_rope" in first_line(result)
@@ -89,10 +89,31 @@ def test_a_planted_difference_exits_with_1_and_is_named(monkeypatch: pytest.Monk
     assert line_that_starts(result, "exact ").split()[1] == "different"
 
     again = shlex.split(line_that_starts(result, "again:").removeprefix("again:"))
-    assert again == ["note-parity", "check", "--level", "exact", "--workload", "p:a9 d:a", "--seed", "3"]
+    assert again == shlex.split("note-parity check --seed 3 --level exact --workload 'p:a9 d:a' --workload-seed 5")
     repeated = CliRunner().invoke(app, again[1:])
     assert repeated.exit_code == EXIT_DISAGREES
     assert repeated.stdout == result.stdout
+
+
+def test_c74_the_smallest_workload_of_a_sweep_that_differs_is_what_is_repeated(
+    monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    """Position 0 is not rotated: two tokens are needed. The tokens of a sweep's workloads have seeds of their own."""
+    monkeypatch.setattr(parity.oracle_check, "TransformersRunner", WrongTheta)
+    result = check(str(folder), "--level", "exact", "--drawn", "3")
+    assert result.exit_code == EXIT_DISAGREES, result.output
+    again = shlex.split(line_that_starts(result, "again:").removeprefix("again:"))
+    assert again[:5] == ["note-parity", "check", str(folder), "--level", "exact"]
+    assert again[5:8] in (["--workload", line, "--workload-seed"] for line in ("p:a2", "p:b2", "p:a1 d:a"))
+    repeated = CliRunner().invoke(app, again[1:])
+    assert repeated.exit_code == EXIT_DISAGREES
+    assert first_line(repeated).split()[:4] == first_line(result).split()[:4]
+
+
+def test_a_layout_that_the_optimized_implementation_lacks_is_no_agreement(tmp_path: Path) -> None:
+    write_synthetic(tmp_path / "model", slice_of(tiny(), [1, 2]), indexer_rope_layout="tail")
+    result = check(str(tmp_path / "model"), "--candidate", "optimized", *QUICK)
+    assert (result.exit_code, "indexer_rope_layout" in result.stderr) == (EXIT_COULD_NOT_RUN, True)
 
 
 def test_a_planted_difference_is_found_at_every_level(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
@@ -189,6 +210,8 @@ def test_a_folder_that_is_no_checkpoint_exits_with_2(
         (("--level", "float16"), "exact, float32, bfloat16"),
         (("--level", "exact", "--level", "half"), "half"),
         (("--workload", "q:a3"), "q:a3"),
+        (("--workload", ""), "at least one step"),
+        (("--workload-seed", "3"), "add --workload"),
         (("--workload", "d:a t:a5"), "t:a5"),
         (("--drawn", "-1"), "--drawn"),
         (("--drawn", "many"), "--drawn"),

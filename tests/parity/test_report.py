@@ -292,8 +292,8 @@ def test_check_text_ends_with_the_command_that_repeats_it(checked: CheckReport) 
     assert lines[0].startswith("DIFFERENT  layers.0.attn.k_rope_unrotated  cascade error")
     tables = lines[2 : next(i for i, line in enumerate(lines) if line.startswith("choices"))]
     assert max(len(line.rstrip()) for line in tables) <= 100
-    assert lines[-2] == "again: note-parity check --level exact --workload 'p:a5+b3 d:b' --seed 1"
-    assert lines[-1] == "next:  note-parity check --level exact --workload 'p:a5+b3 d:b' --seed 1 --verbose"
+    assert lines[-2] == "again: note-parity check --level exact --workload 'p:a5+b3 d:b' --workload-seed 1"
+    assert lines[-1] == "next:  note-parity check --level exact --workload 'p:a5+b3 d:b' --workload-seed 1 --verbose"
 
 
 def test_an_agreement_needs_no_commands() -> None:

@@ -228,7 +228,7 @@ def test_the_check_finds_a_mistake_names_its_place_and_how_to_repeat_it(tiny_fol
         found, config = check_vision(tiny_folder, [VisionCase.parse("1x2x4", 3)], ("exact",))
     report = report_of_vision_check(found, config)
     assert report.headline.startswith("DIFFERENT  vision.merger.grouped")
-    assert report.again == "note-parity check --tower vision --level exact --workload 1x2x4 --seed 3"
+    assert report.again == "note-parity check --tower vision --level exact --workload 1x2x4 --workload-seed 3"
     assert report.notes == (
         "vision.merger.grouped: same values, other order: actual patches are expected patches 0 2 1 3 4 6 5 7",
     )
