@@ -16,10 +16,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 
+from optimized.attention.flash_mla import FEWEST_TOKENS
 from optimized.attention.one_pass import FEWEST_RING_TOKENS, has_hopper_kernels
 from optimized.attention.pipelined import FEWEST_QUERIES
 from optimized.errors import NotSupportedError
@@ -75,8 +76,21 @@ HOPPER_OPS = {
     "ring_attention": f"one pass over the rows in place of two, from {FEWEST_RING_TOKENS} tokens on",
     "expanded_attention": f"products that overlap, from {FEWEST_QUERIES} queries on",
 }
-# The package that an op may take, and where its `NAME_package` lives, which runs the kernel where that is faster.
-PACKAGED: dict[str, tuple[OptionalPackage, str]] = {"sparse_attention": (FLASH_MLA, "optimized.attention.flash_mla")}
+
+
+class Packaged(NamedTuple):
+    """What an op may take, where its `NAME_package` lives, and for what that takes it; all else is the kernel's."""
+
+    package: OptionalPackage
+    module: str
+    when: str
+
+
+PACKAGED = {
+    "sparse_attention": Packaged(
+        FLASH_MLA, "optimized.attention.flash_mla", f"bfloat16 of the released sizes from {FEWEST_TOKENS} tokens on"
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -125,7 +139,7 @@ def choose(device: torch.device | str, backend: Backend | None = None, packages:
     if chosen == "triton":
         choices |= {op: _of_two_kernels(choices[op], device) for op in HOPPER_OPS}
     if packages and backend is None and chosen == "triton" and device.type == "cuda":
-        choices |= {op: _packaged(choices[op], package) for op, (package, _) in PACKAGED.items()}
+        choices |= {op: _with_package(choices[op], packaged) for op, packaged in PACKAGED.items()}
     return Ops(choices)
 
 
@@ -138,12 +152,13 @@ def _of_two_kernels(kernel: Choice, device: torch.device) -> Choice:
     return Choice(kernel.op, kernel.backend, f"{kernel.reason}; {said}")
 
 
-def _packaged(kernel: Choice, package: OptionalPackage) -> Choice:
+def _with_package(kernel: Choice, packaged: Packaged) -> Choice:
     """The package's choice if it works on this machine, else the kernel's, with the reason."""
-    status = status_of(package)
-    if status.works:
-        return Choice(kernel.op, "package", f"{status.distribution} {status.detail} where it is faster, else triton")
-    return Choice(kernel.op, kernel.backend, f"{kernel.reason}; {status.distribution}: {status.detail}")
+    status = status_of(packaged.package)
+    if not status.works:
+        return Choice(kernel.op, kernel.backend, f"{kernel.reason}; not {status.distribution}: {status.detail}")
+    reason = f"{status.distribution} {status.detail} for {packaged.when}; else triton, {kernel.reason}"
+    return Choice(kernel.op, "package", reason)
 
 
 def triton_obstacle(device: torch.device) -> str | None:
@@ -162,7 +177,7 @@ def triton_obstacle(device: torch.device) -> str | None:
 
 
 def _module(choice: Choice) -> str:
-    return PACKAGED[choice.op][1] if choice.backend == "package" else OPS[choice.op]
+    return PACKAGED[choice.op].module if choice.backend == "package" else OPS[choice.op]
 
 
 def _function_name(choice: Choice) -> str:

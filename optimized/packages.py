@@ -5,9 +5,9 @@ once on a small case and compared before it is offered.
 
 fa3-fwd          (fa3_fwd_interface)     FlashAttention-3 built for 192/128 heads and no windows: full layers, dense
 tokenspeed-fa3   (flash_attn_interface)  FlashAttention-3 built with windows and 256 lanes: sliding layers
-sgl-flash-mla    (flash_mla)             FlashMLA with the kernels for Hopper: full layers, decode (attention/flash_mla)
+sgl-flash-mla    (flash_mla)             FlashMLA with the kernels for Hopper: full layers, selected rows
 
-The engine takes the last one (`EngineOptions.packages`); the FlashAttention-3 ones are peers of the benchmark.
+The engine takes the last one (`EngineOptions.packages`, `attention.flash_mla`); the others are peers of the benchmark.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ FA3_WINDOW = OptionalPackage(
 FLASH_MLA = OptionalPackage(
     "sgl-flash-mla",
     "flash_mla",
-    "full layers, decode of many requests",
+    "full layers, selected rows",
     _listed_attention_is_right,
 )
 PACKAGES = (FA3_DENSE, FA3_WINDOW, FLASH_MLA)

@@ -1,11 +1,20 @@
-"""The decode core over selected rows of a paged pool through FlashMLA, an optional package, where that is faster.
+"""Absorbed attention to selected rows of a paged pool through FlashMLA, an optional package, where that is faster.
 
 FlashMLA attends to rows of one flat pool, so the positions that were selected are turned into such rows first:
 
 row[t, k] = table[request of t, position[t, k] // P] · P + position[t, k] % P        P rows of a page; -1 for no key
 
-It gives 64 heads of a token to a multiprocessor and does not split their keys, so that few tokens leave most of them
-idle.
+It gives 64 heads of a token to a multiprocessor and does not split their keys: few tokens leave most multiprocessors
+idle. No workspace and no schedule, nothing that depends on more than shapes, so that a captured graph can hold it.
+
+H200, 128 heads, replay of a CUDA graph with a cold cache, finding the rows included (3 to 5 µs), µs:
+
+tokens                      24    32    40    48    64    80    96   128   160   192   256   384   512
+2048 keys, own kernel       80    68    93   117   110   185   187   208   302   305   399   627   825
+           FlashMLA         72    73    75    75    78   137   140   147   205   211   276   407   537
+
+With 1024 keys 64 against 52 at 64 tokens and 219 against 159 at 256, with 128 keys 20 against 19 and 61 against 49;
+1024 rows of one prompt of 16384 tokens, warm, 1552 against 915. Below 40 tokens neither is always ahead.
 
 Source of the package's interface: FlashMLA's own documentation of `flash_mla_sparse_fwd`.
 """
@@ -27,8 +36,8 @@ KEYS_MULTIPLE = 128
 ALIGNED = 8
 # Of a list, what one step of the row kernel takes.
 LARGEST_BLOCK = 2048
-# H200, 2048 keys, without finding the rows, µs at 16, 64, 256 tokens: 65, 75, 275; the own kernel 43, 111, 401.
-FEWEST_TOKENS = 64
+# Of 128 heads each; from here on it was faster with every number of keys.
+FEWEST_TOKENS = 40
 
 
 @triton.jit
@@ -102,8 +111,8 @@ def sparse_attention_package(
 
     Other orders of the sums, so other bits. Raises: as there.
     """
-    (T, H, _), K = q_THL.shape, selected_TK.shape[1]
-    if splits is not None or not is_faster(T, H, K) or not takes(q_THL, pool, C):
+    T, H, _ = q_THL.shape
+    if splits is not None or not is_faster(T, H) or not takes(q_THL, pool, C):
         return sparse_attention_triton(q_THL, pool, selected_TK, block_table_BP, request_T, scale, C, splits)
     row_TK, length_T = pool_rows_triton(selected_TK, block_table_BP, request_T, pool.shape[1])
     return flash_mla_sparse(q_THL, pool.flatten(0, 1), row_TK, length_T, scale, C)
@@ -121,6 +130,6 @@ def takes(q_THL: Tensor, pool: Tensor, C: int) -> bool:
     )
 
 
-def is_faster(T: int, H: int, K: int) -> bool:
+def is_faster(T: int, H: int) -> bool:
     """Whether FlashMLA, with the rows found for it, takes less time than the own kernel."""
-    return T >= FEWEST_TOKENS
+    return T >= FEWEST_TOKENS * HEADS[-1] // H

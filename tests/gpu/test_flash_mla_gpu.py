@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not STATUS.works, reason=f"{STATUS.distribution}
 @pytest.fixture(autouse=True)
 def always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """The package does whatever it can, at every size; the own kernel nothing."""
-    monkeypatch.setattr(flash_mla, "is_faster", lambda T, H, K: True)
+    monkeypatch.setattr(flash_mla, "is_faster", lambda T, H: True)
     monkeypatch.setattr(flash_mla, "sparse_attention_triton", None)
 
 

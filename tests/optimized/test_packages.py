@@ -88,7 +88,11 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_package_that_works_is_chosen_where_packages_are_let_in() -> None:
     ops = device.choose("cuda", packages=True)
     chosen = ops.choices["sparse_attention"]
-    assert (chosen.backend, chosen.reason) == ("package", "sgl-flash-mla 1.2 where it is faster, else triton")
+    assert chosen.backend == "package"
+    assert chosen.reason.split("; ")[:2] == [
+        "sgl-flash-mla 1.2 for bfloat16 of the released sizes from 40 tokens on",
+        "else triton, compiled for a card",
+    ]
     assert ops.sparse_attention is sparse_attention_package
     assert {choice.backend for op, choice in ops.choices.items() if op != "sparse_attention"} == {"triton"}
     for other in (device.choose("cuda"), device.choose("cuda", "triton", packages=True)):
@@ -102,7 +106,7 @@ def test_a_package_that_does_not_work_is_not_passed_over_in_silence(monkeypatch:
     assert chosen.backend == "triton"
     assert (chosen.reason.split("; ")[0], chosen.reason.split("; ")[-1]) == (
         "compiled for a card",
-        "sgl-flash-mla: torn",
+        "not sgl-flash-mla: torn",
     )
 
 
@@ -187,17 +191,23 @@ def drawn(T: int, K: int, dtype: torch.dtype = torch.bfloat16, row_lanes: int = 
 def test_flash_mla_gets_what_it_documents(monkeypatch: pytest.MonkeyPatch, row_lanes: int) -> None:
     module(monkeypatch, "flash_mla", flash_mla_sparse_fwd=plain_sparse_fwd)
     monkeypatch.setattr(flash_mla, "sparse_attention_triton", None)
-    monkeypatch.setattr(flash_mla, "is_faster", lambda T, H, K: True)
+    monkeypatch.setattr(flash_mla, "is_faster", lambda T, H: True)
     arguments = drawn(6, 20, row_lanes=row_lanes)
     check_against_twin(poisoned(sparse_attention_package), sparse_attention_torch, *arguments)
     assert not sparse_attention_package(*arguments)[0].any()
+
+
+def test_many_heads_of_tokens_go_through_it() -> None:
+    """Measured: see the module."""
+    assert [flash_mla.is_faster(T, 128) for T in (1, 39, 40, 4096)] == [False, False, True, True]
+    assert not flash_mla.is_faster(40, 64)
 
 
 def test_the_own_kernel_does_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_mla, "flash_mla_sparse", lambda *_: "package")
     monkeypatch.setattr(flash_mla, "pool_rows_triton", lambda *_: (None, None))
     monkeypatch.setattr(flash_mla, "sparse_attention_triton", lambda *_: "own")
-    monkeypatch.setattr(flash_mla, "is_faster", lambda T, H, K: T >= 3)
+    monkeypatch.setattr(flash_mla, "is_faster", lambda T, H: T >= 3)
     few, many = drawn(2, 5), drawn(3, 5)
     assert sparse_attention_package(*many) == "package"
     assert sparse_attention_package(*few) == "own"
@@ -231,7 +241,7 @@ def test_the_engine_agrees_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
         return device.Ops(device.choose(on, "torch").choices | {"sparse_attention": packaged})
 
     module(monkeypatch, "flash_mla", flash_mla_sparse_fwd=counted)
-    monkeypatch.setattr(flash_mla, "is_faster", lambda T, H, K: True)
+    monkeypatch.setattr(flash_mla, "is_faster", lambda T, H: True)
     monkeypatch.setattr(engine, "choose", choose)
     config = wide_latents()
     workload = Workload.parse("p:a20+b9 d:a+b m:a2 v:a3 t:a1 d:a+b")
