@@ -132,4 +132,5 @@ def takes(q_THL: Tensor, pool: Tensor, C: int) -> bool:
 
 def is_faster(T: int, H: int) -> bool:
     """Whether FlashMLA, with the rows found for it, takes less time than the own kernel."""
-    return T >= FEWEST_TOKENS * HEADS[-1] // H
+    heads = T * H
+    return heads >= FEWEST_TOKENS * HEADS[-1]
