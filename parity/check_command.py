@@ -5,14 +5,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from optimized.device import Backend
 from parity.audio_check import check_audio, check_audio_optimized, synthetic_audio_checkpoint
 from parity.audio_clips import ClipWorkload
-from parity.check import CheckReport, Level
+from parity.check import LEVELS, CheckReport, Level
 from parity.engine_check import check_folder
 from parity.multimodal_case import MultimodalCase
 from parity.oracle_check import check_against_transformers, synthetic_checkpoint
@@ -57,6 +57,16 @@ class CheckOptions:
         words += [] if self.folder else ["--seed", str(self.seed)]
         return shlex.join(words)
 
+    def narrowed(self, levels: Sequence[Level]) -> str:
+        """What repeats all that was run."""
+        words = [word for level in levels if len(levels) < len(LEVELS) for word in ("--level", level)]
+        if self.workload is not None:
+            words += ["--workload", self.workload, "--workload-seed", str(self.line_seed)]
+        elif self.folder is not None:
+            words += ["--seed", str(self.seed)]
+        words += ["--drawn", str(self.drawn)] if self.drawn else []
+        return " ".join([self.command(), *([shlex.join(words)] if words else [])])
+
     @property
     def line_seed(self) -> int:
         """What draws the inputs of the one workload."""
@@ -70,7 +80,8 @@ def run_check(
     if options.folder is not None:
         _refuse_missing_towers(options.folder, options.tower)
     run = {"text": _text, "vision": _vision, "audio": _audio, "multimodal": _multimodal}[options.tower]
-    return run(options, levels, progress)
+    found, report = run(options, levels, progress)
+    return found, report if report.first else replace(report, again=options.narrowed(levels))
 
 
 def _refuse_missing_towers(folder: Path, tower: Tower) -> None:

@@ -23,6 +23,7 @@ import typer
 from typer.core import TyperGroup
 
 from parity import DISTRIBUTION
+from parity.cli_again import again
 from parity.cli_bench import bench
 from parity.cli_generate import generate
 from parity.cli_propose import propose
@@ -289,7 +290,7 @@ def faults(
         print_catalogue(terminal())
 
 
-for command in (golden, validate, compare, propose, diagnose, drift, bench, generate, parse_tools):
+for command in (golden, validate, compare, propose, diagnose, again, drift, bench, generate, parse_tools):
     app.command()(command)
 
 

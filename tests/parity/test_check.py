@@ -20,6 +20,8 @@ from typer.testing import CliRunner
 
 import parity.oracle_check
 import parity.runners.transformers
+from parity.check import LEVELS
+from parity.check_command import CheckOptions
 from parity.cli import EXIT_AGREES, EXIT_COULD_NOT_RUN, EXIT_DISAGREES, EXIT_UNUSABLE, app
 from parity.runners.transformers import TransformersRunner
 from parity.workload import Workload
@@ -125,6 +127,18 @@ def test_a_planted_difference_is_found_at_every_level(monkeypatch: pytest.Monkey
     for level in ("exact", "float32", "bfloat16"):
         assert line_that_starts(result, f"{level} ").split()[1] == "different"
     assert "--level exact" in line_that_starts(result, "again:")
+
+
+def test_all_that_was_run_is_what_a_report_repeats(folder: Path, tmp_path: Path) -> None:
+    options = ("--level", "exact", "--level", "float32", "--workload", "p:a3", "--seed", "4")
+    for name, where in (("own", [str(folder)]), ("tiny", [])):
+        assert check(*where, *options, "--json", str(tmp_path / name)).exit_code == EXIT_AGREES
+        said = json.loads((tmp_path / name).read_text().splitlines()[1])["again"]
+        head = f"note-parity check {folder} " if where else "note-parity check --seed 4 "
+        assert said == f"{head}--level exact --level float32 --workload p:a3 --workload-seed 4"
+    assert CheckOptions(drawn=3, seed=7).narrowed(LEVELS) == "note-parity check --seed 7 --drawn 3"
+    there = CheckOptions(folder=Path("a b"), drawn=3, seed=7).narrowed(LEVELS)
+    assert there == "note-parity check 'a b' --seed 7 --drawn 3"
 
 
 def test_nothing_compared_exits_with_2(monkeypatch: pytest.MonkeyPatch) -> None:
