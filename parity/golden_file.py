@@ -137,6 +137,11 @@ class ChoiceTable:
     margin_noises: Tensor
 
 
+def shipped_names() -> list[str]:
+    """The goldens that ship with the package."""
+    return sorted(entry.name for entry in SHIPPED.iterdir())
+
+
 class Golden:
     """An opened golden. Tables are read one at a time.
 
@@ -153,8 +158,11 @@ class Golden:
 
     @classmethod
     def open(cls, source: str | Path) -> Golden:
-        """`source` is a folder, or the name of a golden that ships with the package: `tiny`."""
-        folder = SHIPPED / source if isinstance(source, str) and (SHIPPED / source).is_dir() else Path(source)
+        """`source` is a folder, or the name of a golden that ships with the package: `tiny`.
+
+        A folder of one's own that is called so is written `./tiny`, or given as a Path.
+        """
+        folder = SHIPPED / source if source in shipped_names() else Path(source)
         record = _read_record(folder)
         for part in record.parts:
             _verify_part(folder, part)

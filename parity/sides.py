@@ -14,7 +14,7 @@ from parity.end_to_end import end_to_end
 from parity.errors import GoldenError
 from parity.findings import Comparison
 from parity.golden_compare import compare_to_golden
-from parity.golden_file import GOLDEN_FILE, SHIPPED, Golden
+from parity.golden_file import GOLDEN_FILE, Golden, shipped_names
 from parity.golden_trace import golden_trace
 from parity.manifest import DumpError
 from parity.mapping_hint import mapping_hints
@@ -62,7 +62,7 @@ class Compared:
 
 def is_golden(source: str) -> bool:
     """Whether a golden of that name ships, or the folder is one."""
-    return (SHIPPED / source / GOLDEN_FILE).is_file() or (Path(source) / GOLDEN_FILE).exists()
+    return source in shipped_names() or (Path(source) / GOLDEN_FILE).exists()
 
 
 def config_named(name: str | None) -> NoteConfig | None:
@@ -79,10 +79,9 @@ def compare_sides(expected: str, actual: Path, options: Options, with_detail: bo
     Raises: DumpError, GoldenError for what cannot be read, and for sides that are not of the same run.
     """
     if not is_golden(expected) and not Path(expected).exists():
-        shipped = ", ".join(sorted(entry.name for entry in SHIPPED.iterdir()))
         raise GoldenError(
-            f"{expected}: there is no such folder; expected is a golden that ships ({shipped}), a golden's folder, or "
-            f"a dump of another run"
+            f"{expected}: there is no such folder; expected is a golden that ships ({', '.join(shipped_names())}), a "
+            f"golden's folder, or a dump of another run"
         )
     if is_golden(expected):
         return _against_golden(Golden.open(expected), actual, options, with_detail)

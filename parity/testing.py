@@ -88,12 +88,13 @@ def _trace_of(candidate: Rows | Callable[[PlainStep], Rows], golden: Golden) -> 
     entries: list[Entry] = []
     if callable(candidate):
         for number, step in enumerate(given):
-            for name, value in candidate(step).items():
-                entries.append(_entry(name, torch.as_tensor(value), number, step, golden))
+            place = f"step {number} ({step.kind}, request {step.request})"
+            for name, value in _named_rows(candidate(step), place).items():
+                entries.append(_entry(name, _tensor(name, value), number, step, golden))
         return Trace(entries, "candidate")
-    for name, value in candidate.items():
+    for name, value in _named_rows(candidate, "the candidate").items():
         computing = [(number, step) for number, step in enumerate(given) if step.positions_of(name)]
-        rows = torch.as_tensor(value)
+        rows = _tensor(name, value)
         counts = [len(step.positions_of(name)) for _, step in computing]
         if rows.ndim == 0 or len(rows) != sum(counts):
             raise GoldenError(
@@ -104,6 +105,19 @@ def _trace_of(candidate: Rows | Callable[[PlainStep], Rows], golden: Golden) -> 
     return Trace(entries, "candidate")
 
 
+def _named_rows(found: object, place: str) -> Rows:
+    if not isinstance(found, Mapping):
+        raise GoldenError(f"{place}: expected names and their rows, found {type(found).__name__}")
+    return found
+
+
+def _tensor(name: str, value: object) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise GoldenError(f"{name!r:.200}: expected a tensor, found {type(value).__name__}: {error}") from error
+
+
 def _entry(name: str, rows: Tensor, number: int, step: PlainStep, golden: Golden) -> Entry:
     """One tensor of one step; rows that are flattened get the golden's shape back."""
     if not golden.has(name, step.request) or name.startswith("cache."):
@@ -112,6 +126,11 @@ def _entry(name: str, rows: Tensor, number: int, step: PlainStep, golden: Golden
             f"such as 'layers.0.output' and 'logits' (of a cache, compare the rows when they are computed)"
         )
     positions = step.positions_of(name)
+    if not positions:
+        raise GoldenError(
+            f"{name}, step {number} ({step.kind}, request {step.request}): such a step does not compute it; leave it "
+            f"out there (a draft step computes mtp.0.…, mtp.1.… and so on, every other step what is not of mtp)"
+        )
     shape = golden.row_shape(name, step.request)
     count, width = shape.numel(), rows[0].numel() if rows.ndim and len(rows) else 0
     # Scores and choices grow with the number of keys.

@@ -15,12 +15,13 @@ from parity.errors import GoldenError
 from parity.faults.catalogue import CATALOGUE
 from parity.golden import make_golden, with_margins
 from parity.golden_compare import CLEAR_MARGIN, compare_to_golden
-from parity.golden_file import GOLDEN_FILE, Golden, ValueTable, write_part, write_record
+from parity.golden_file import GOLDEN_FILE, SHIPPED, Golden, ValueTable, write_part, write_record
 from parity.oracle_check import synthetic_checkpoint
 from parity.replay import ChoiceReplay
 from parity.run import traced
 from parity.runners.reference import ReferenceRunner
 from parity.schema import decided_by
+from parity.sides import is_golden
 from parity.streamed_run import StreamedRun
 from parity.tiny_golden import make_tiny_golden
 from parity.tolerance import Floor, row_errors
@@ -132,6 +133,22 @@ def test_only_some_names_are_kept_and_the_scores_of_a_choice_with_it(checkpoint,
 
 
 # Files
+
+
+def test_a_folder_that_is_called_like_a_shipped_golden_is_reached_by_its_path(tmp_path, monkeypatch):
+    own = tmp_path / "tiny"
+    shutil.copytree(SHIPPED / "tiny", own)
+    monkeypatch.chdir(tmp_path)
+    assert Golden.open("tiny").folder == SHIPPED / "tiny"
+    for source in ("./tiny", Path("tiny"), str(own)):
+        assert Golden.open(source).folder.resolve() == own
+        assert is_golden(str(source))
+    monkeypatch.chdir(own)
+    assert Golden.open(".").folder.resolve() == own
+    # Beside the shipped ones lie folders of the package.
+    with pytest.raises(GoldenError, match=r"faults: has no golden\.json"):
+        Golden.open("../faults")
+    assert not is_golden("../goldens/.")
 
 
 def test_what_is_not_a_complete_golden_is_refused_by_name(golden, tmp_path):

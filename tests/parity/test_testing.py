@@ -113,6 +113,29 @@ def test_a_mapping_of_everything_agrees(eager):
     assert comparison.choice_rows == 24 * 5
 
 
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (None, r"step 0 \(prefill, request a\): expected names and their rows, found NoneType"),
+        ({"logits": "x"}, r"'logits': expected a tensor, found str"),
+        ({"logits": None}, r"'logits': expected a tensor, found NoneType"),
+    ],
+)
+def test_a_candidate_that_returns_something_else_is_told_so(returned, message):
+    with pytest.raises(GoldenError, match=message):
+        assert_parity(lambda step: returned)
+
+
+def test_a_step_that_does_not_compute_a_name_is_told():
+    def candidate(step):
+        return {"logits": torch.zeros(len(step.token_ids), tiny().text.vocab_size)}
+
+    with pytest.raises(GoldenError, match=r"logits, step 5 \(draft, request a\): such a step does not compute it"):
+        assert_parity(candidate)
+    with pytest.raises(GoldenError, match="the candidate: expected names and their rows, found list"):
+        assert_parity([])
+
+
 def test_a_candidate_without_a_cache_agrees(weights):
     runner = ReferenceRunner(tiny(), weights)
     names = ("layers.?.output", "layers.?.attn.index.*", "logits")
