@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -120,6 +121,7 @@ def compare(
         options.words,
         found.notes,
         can_be_diagnosed=is_golden(expected),
+        weights=" --checkpoint CHECKPOINT" if found.needs_checkpoint else "",
     )
     write_reports(report, json, junit, markdown, html)
     print_comparison(report, terminal(), verbose)
@@ -155,7 +157,7 @@ def diagnose(
     from parity.report.from_findings import layer_kinds, report_of_diagnosis
     from parity.report.terminal import progress_lines, terminal
     from parity.report.write import check_paths, write_reports
-    from parity.sides import Options, detail_of, not_recorded, recorded_for
+    from parity.sides import Options, detail_of, inputs_note, not_recorded, recorded_for
 
     check_paths(json=json, junit=junit, markdown=markdown, html=html)
     golden = Golden.open(expected)
@@ -181,6 +183,7 @@ def diagnose(
     if recorded.statistics:
         notes = (*notes, f"{len(recorded.statistics)} tensors by sums and samples only: a diagnosis does not use them")
     if diagnosis.verdict == "unknown":
+        notes += inputs_note(diagnosis.before)
         notes += mapping_hints(golden_trace(golden), recorded.trace, diagnosis.before)
     report = report_of_diagnosis(
         diagnosis,
@@ -193,6 +196,7 @@ def diagnose(
         detail_of(golden_trace(golden), recorded.trace, bool(json or html)),
         options.words,
         (*notes, *recorded.skipped),
+        f" --checkpoint {shlex.quote(str(checkpoint))}" if checkpoint else "",
     )
     write_reports(report, json, junit, markdown, html)
     print_diagnosis(report, terminal(), verbose)

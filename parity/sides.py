@@ -50,7 +50,10 @@ class Options:
 
 @dataclass(frozen=True)
 class Compared:
-    """A comparison, and what a report has to say of it. `level`: the dtype that was judged."""
+    """A comparison, and what a report has to say of it. `level`: the dtype that was judged.
+
+    `needs_checkpoint`: the expected side is a golden of weights that are not synthetic.
+    """
 
     comparison: Comparison
     workload: Workload | None
@@ -58,6 +61,7 @@ class Compared:
     config: TextConfig | None
     detail: Detail
     notes: tuple[str, ...]
+    needs_checkpoint: bool = False
 
 
 def is_golden(source: str) -> bool:
@@ -109,9 +113,10 @@ def _against_golden(golden: Golden, actual: Path, options: Options, with_detail:
     config = NoteConfig.from_json(golden.record.config).text
     shown = detail_of(golden_trace(golden), recorded.trace, with_detail)
     comparison = _with_skipped(found, recorded.skipped)
-    notes = (*notes, *_inputs_note(found), *_hidden_choices_note(golden, recorded.trace, found))
+    notes = (*notes, *inputs_note(found), *_hidden_choices_note(golden, recorded.trace, found))
     notes += mapping_hints(golden_trace(golden), recorded.trace, found)
-    return Compared(comparison, golden.workload, golden.record.dtype, config, shown, notes)
+    is_real = golden.record.weights.synthetic_seed is None
+    return Compared(comparison, golden.workload, golden.record.dtype, config, shown, notes, is_real)
 
 
 def _against_dump(expected: Path, actual: Path, options: Options, with_detail: bool) -> Compared:
@@ -126,7 +131,7 @@ def _against_dump(expected: Path, actual: Path, options: Options, with_detail: b
     workload = left.identity.workload or right.identity.workload
     layers = config.text.num_hidden_layers if config else None
     found = compare_dumps(left.trace, right.trace, dtype, workload, layers, left.statistics, right.statistics)
-    notes += [*_inputs_note(found), *mapping_hints(left.trace, right.trace, found)]
+    notes += [*inputs_note(found), *mapping_hints(left.trace, right.trace, found)]
     skipped = (*left.skipped, *right.skipped)
     shown = detail_of(left.trace, right.trace, with_detail)
     text = config.text if config else None
@@ -157,14 +162,14 @@ def not_recorded(golden: Golden, candidate: Trace) -> tuple[str, ...]:
     return (f"{len(absent)} of {len(names)} tensors are not in the dump, the first is {absent[0]}",)
 
 
-def _inputs_note(found: Comparison) -> list[str]:
+def inputs_note(found: Comparison) -> tuple[str, ...]:
     """Where the very first tensor differs, the runs may have had other inputs."""
     if found.first is None or found.first.name != "embeddings":
-        return []
-    return [
+        return ()
+    return (
         "the embeddings differ, and nothing is computed before them: other tokens (docs/dumps.md, what to run), "
-        "another embedding table, or embeddings that are scaled"
-    ]
+        "another embedding table, or embeddings that are scaled",
+    )
 
 
 def _hidden_choices_note(golden: Golden, candidate: Trace, found: Comparison) -> list[str]:

@@ -101,18 +101,20 @@ def report_of_comparison(
     options: str = "",
     notes: tuple[str, ...] = (),
     can_be_diagnosed: bool = True,
+    weights: str = "",
 ) -> Report:
     """`level` is the dtype that was judged; `expected` and `actual` as typed: folders or names of implementations.
 
     `options`: what else was typed that a command has to repeat, such as ` --mapping sglang`. `workload`: None where the
-    dumps do not say it. `can_be_diagnosed`: the expected side is a golden, with a reference to apply faults to.
+    dumps do not say it. `can_be_diagnosed`: the expected side is a golden, with a reference to apply faults to;
+    `weights` is what a diagnosis has to be told of them, such as ` --checkpoint FOLDER`.
     """
     paths = f"{shlex.quote(expected)} {shlex.quote(actual)}{options}"
     run, first = _Run(level, workload), _first(comparison)
     again = f"note-parity compare {paths}"
     # A diagnosis applies faults to a reference, and computes from recorded values.
     has_values = can_be_diagnosed and comparison.compared > 0
-    follow_up = f"note-parity diagnose {paths}" if has_values else f"{again} --verbose"
+    follow_up = f"note-parity diagnose {paths}{weights}" if has_values else f"{again} --verbose"
     return Report(
         "compare",
         expected,
@@ -143,6 +145,7 @@ def report_of_diagnosis(
     detail: Detail | None = None,
     options: str = "",
     notes: tuple[str, ...] = (),
+    weights: str = "",
 ) -> Report:
     """As `report_of_comparison`, of the difference before any fault; `catalogue` says what each fault does."""
     paths = f"{shlex.quote(expected)} {shlex.quote(actual)}{options}"
@@ -156,7 +159,7 @@ def report_of_diagnosis(
     return replace(
         before,
         command="diagnose",
-        again=f"note-parity diagnose {paths}",
+        again=f"note-parity diagnose {paths}{weights}",
         next=follow_up[diagnosis.verdict],
         fault=FaultFinding(
             diagnosis.verdict,

@@ -19,6 +19,8 @@ from parity.golden_reference import reference_of
 from parity.run import traced
 from parity.trace import Trace
 from parity.trace_file import open_trace, write_trace
+from reference.checkpoint import write_synthetic
+from reference.config import tiny
 
 GOLDEN = Golden.open("tiny")
 
@@ -95,6 +97,20 @@ def test_nothing_alike_is_not_a_success(right: Path, tmp_path: Path) -> None:
     result = run("propose", "tiny", tmp_path / "noise", tmp_path / "m.json")
     assert (result.exit_code, result.output.split("  ")[0]) == (EXIT_UNUSABLE, "NOTHING ALIKE")
     assert not (tmp_path / "m.json").exists()
+
+
+def test_a_diagnosis_with_weights_of_its_own_is_repeated_with_them(right: Path, tmp_path: Path) -> None:
+    """The golden is of other tokens, which the diagnosis suspects too."""
+    checkpoint, golden = tmp_path / "my model", tmp_path / "golden"
+    write_synthetic(checkpoint, tiny(), 1)
+    assert run("golden", checkpoint, golden, "--workload", "p:a3").exit_code == EXIT_AGREES
+    write_trace(tmp_path / "dump", only(right, "embeddings", "logits"), torch.bfloat16)
+    paths = f"{golden} {tmp_path / 'dump'}"
+    compared = run("compare", golden, tmp_path / "dump").output
+    assert compared.splitlines()[-1] == f"next:  note-parity diagnose {paths} --checkpoint CHECKPOINT"
+    diagnosed = run("diagnose", golden, tmp_path / "dump", "--checkpoint", checkpoint).output
+    assert f"again: note-parity diagnose {paths} --checkpoint '{checkpoint}'\n" in diagnosed
+    assert "note: the embeddings differ" in diagnosed
 
 
 def only(dump: Path, *names: str, change=lambda value: value) -> Trace:
