@@ -4,7 +4,8 @@ These kernels are written in Gluon, Triton's language below its automatic layout
 both products of a tile of keys read the same copy of its rows in shared memory, and share each product between the
 warpgroups (Triton lets every warpgroup make all scores once a second product depends on them); and the next rows are
 fetched into a buffer as soon as the product that read it ends. Gluon has no interpreter: these kernels are tested on
-the GPU only, and `two_pass` serves everywhere else. Source: PTX ISA, sections on wgmma and cp.async.
+the GPU, the one over rings also emulated, and `two_pass` serves everywhere else. Source: PTX ISA, sections on wgmma and
+cp.async.
 """
 
 from optimized.kernels.common import HAS_TRITON, triton

@@ -1,8 +1,8 @@
 """Absorbed attention in one kernel on Hopper, for the released geometries: when it is taken, how it is split, launched.
 
-A launch fills the multiprocessors with one program each. Few tokens are split into parts of their keys, which `combine`
-merges; how many parts depends on shapes alone, so that a captured graph stays right while lengths change. Parts
-without a live key end at once.
+A launch fills the multiprocessors with one program each; over a ring, two of them work together as a cluster. Few
+tokens are split into parts of their keys, which `combine` merges; how many parts depends on shapes alone, so that a
+captured graph stays right while lengths change. Parts without a live key end at once.
 """
 
 from functools import cache
@@ -21,10 +21,10 @@ TILE_KEYS = 64
 # What a program's start and end take, and what a merge takes, in the time of one tile.
 START_TILES, MERGE_TILES = 1.5, 2.0
 PAGES_C, PAGES_BLOCK_H = 512, 64
-RING_C, RING_BLOCK_H = 1024, 32
+RING_C, RING_BLOCK_H, RING_CLUSTER = 1024, 64, 2
 ROPE = 64
-# For fewer tokens two passes over a ring are as fast or faster: small tiles reach more multiprocessors.
-FEWEST_RING_TOKENS = 48
+# For fewer tokens two passes over a ring are faster: small tiles reach more multiprocessors.
+FEWEST_RING_TOKENS = 32
 # Vectors of 16 bytes, which Triton infers from strides that are multiples of 16.
 ALIGNED = 16
 
@@ -38,7 +38,7 @@ def has_hopper_kernels(device: torch.device) -> bool:
         return False
     try:
         from optimized.attention import hopper_pages, hopper_ring  # noqa: F401 - experimental: may be absent or renamed
-    except (ImportError, AttributeError):
+    except (ImportError, AttributeError, TypeError):
         return False
     return True
 
@@ -142,8 +142,8 @@ def attend_ring(
     from optimized.attention.hopper_ring import BLOCK_H, BLOCK_K, attend_ring_kernel
 
     T, H, _ = q_THL.shape
-    # A token's own key is no part of the tiles.
-    keys_of_part, parts = _split(T * (H // BLOCK_H), window - 1, splits)
+    # A token's own key is a tile of its own, in the first part.
+    keys_of_part, parts = _split(T * (H // BLOCK_H) * RING_CLUSTER, window - 1, splits)
     out, lse_PTH = _parts_of(out_THC, parts)
     attend_ring_kernel[(T * parts * (H // BLOCK_H),)](
         q_THL,
@@ -164,11 +164,12 @@ def attend_ring(
         ring_pool.stride(0),
         ring_pool.stride(1),
         IS_PART=parts > 1,
-        QUARTER=RING_C // 4,
-        R=ROPE,
+        HALF_C=RING_C // RING_CLUSTER,
+        HALF_R=ROPE // RING_CLUSTER,
         BLOCK_H=BLOCK_H,
         BLOCK_K=BLOCK_K,
         num_warps=WARPS,
+        num_ctas=RING_CLUSTER,
     )
     if lse_PTH is not None:
         merge_parts_triton(out, lse_PTH, out=out_THC)

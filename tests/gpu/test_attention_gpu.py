@@ -107,7 +107,7 @@ def test_sparse_attention(B: int, context: int) -> None:
     assert torch.equal(sparse_attention_triton(*arguments), sparse_attention_triton(*arguments))
 
 
-@pytest.mark.parametrize("B", [1, 16, 64])
+@pytest.mark.parametrize("B", [1, 16, 32, 64, 70])
 def test_ring_attention(B: int) -> None:
     arguments = ring_arguments(B)
     check_against_twin(ring_attention_triton, ring_attention_torch, *arguments)

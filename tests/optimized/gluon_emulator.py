@@ -1,9 +1,10 @@
 """Runs a Gluon kernel for Hopper in numpy, one program after the other: what Triton's interpreter does not do.
 
-What runs beside a program is moved as far as the program allows: copies by descriptor land at once, and a product reads
-its operands when it is waited for. A tile that is refilled before it was read, or read before it was filled (tiles
-begin as NaN), so gives a wrong result; a wait that would never end raises. Threads are not emulated: barriers and
-fences do nothing, layouts are ignored, values are float64.
+What runs beside a program is moved as far as the program allows: copies land at once, and a product reads its operands
+when it is waited for. A tile that is refilled before it was read, or read before it was filled (tiles begin as NaN), so
+gives a wrong result; a wait that would never end raises. Two programs of a cluster run as one, whose tensors hold the
+half of the one before that of the other. Threads are not emulated: barriers and fences do nothing, layouts are ignored,
+values are float64.
 """
 
 from __future__ import annotations
@@ -113,6 +114,13 @@ class Shared:
         self.data[...] = values
 
 
+class OwnHalves(Shared):
+    """Two tiles, one for each program of a cluster: `data` has one more dim in front."""
+
+    def permute(self, order: tuple[int, ...]) -> OwnHalves:
+        return OwnHalves(self.data.transpose(0, *(1 + dim for dim in order)))
+
+
 @dataclass
 class Product:
     """a b + sums, computed when it is waited for."""
@@ -123,9 +131,10 @@ class Product:
     result: np.ndarray | None = None
 
     def compute(self) -> None:
-        a = self.a.data if isinstance(self.a, Shared) else self.a
+        a = np.asarray(self.a.data if isinstance(self.a, Shared) else self.a)
         sums = self.sums.result if isinstance(self.sums, Product) else self.sums
-        self.result = np.asarray(a) @ self.b.data + (0.0 if sums is None else sums)
+        rows = a.reshape(*self.b.data.shape[:-2], -1, a.shape[-1]) @ self.b.data
+        self.result = rows.reshape(len(a), -1) + (0.0 if sums is None else sums)
 
 
 @dataclass
@@ -157,8 +166,11 @@ class Program:
                 wait=lambda barrier, parity: barrier.wait(int(parity)),
             ),
             "copy_rows": copy_rows,
-            "barrier": lambda: None,
-            "fence_async_shared": lambda: None,
+            "copy_async": copy_async,
+            "async_copy": SimpleNamespace(commit_group=lambda: None, wait_group=lambda outstanding: None),
+            **dict.fromkeys(("barrier", "fence_async_shared", "arrive", "leave"), lambda: None),
+            "own_half": lambda tile, layout: OwnHalves(tile.data.reshape(2, -1, tile.shape[1])),
+            "add_other_program": add_other_half,
             "warpgroup_mma": self.multiply,
             "warpgroup_mma_wait": self.wait,
         }
@@ -170,12 +182,20 @@ def copy_rows(rows: Rows, place: list[Any], barrier: Barrier, tile: Shared) -> N
     barrier.arrive(rows.block_type.nbytes)
 
 
+def copy_async(tile: Shared, source: Pointer, mask: Any = True) -> None:
+    tile.store(load(source, mask, 0.0))
+
+
+def add_other_half(values: Array, exchange: Any = 0) -> Array:
+    return values + np.roll(values, len(values) // 2, axis=0)
+
+
 def load(source: Pointer, mask: Any = True, other: Any = 0) -> Array:
     is_read = np.broadcast_to(mask, np.shape(source.place))
     return array(np.where(is_read, source.memory[np.where(is_read, source.place, 0)], other))
 
 
-def store(target: Pointer, values: Any, mask: Any) -> None:
+def store(target: Pointer, values: Any, mask: Any = True) -> None:
     is_written = np.broadcast_to(mask, np.shape(target.place))
     target.memory[np.asarray(target.place)[is_written]] = np.broadcast_to(values, is_written.shape)[is_written]
 
@@ -215,7 +235,9 @@ def language(program: Program) -> SimpleNamespace:
         max=lambda values, axis: array(np.max(values, axis)),
         min=lambda values, axis: array(np.min(values, axis)),
         sum=lambda values, axis: array(np.sum(values, axis)),
+        ceil=lambda values: array(np.ceil(values)),
         exp2=lambda values: array(np.exp2(np.asarray(values, np.float64))),
+        log2=lambda values: array(np.log2(values)),
     )
 
 
@@ -227,7 +249,11 @@ def emulated(module: ModuleType, kernel: str, grid: tuple[int, int, int]) -> Cal
             program = Program(place, grid)
             names = {"__builtins__": __builtins__} | program.names()
             for name, value in vars(module).items():
-                if hasattr(value, "fn"):
+                if name in names:
+                    continue
+                if type(value).__name__ == "constexpr":
+                    names[name] = value.value
+                elif hasattr(value, "fn"):
                     names[name] = FunctionType(value.fn.__code__, names, name, value.fn.__defaults__)
             with np.errstate(all="ignore"):
                 names[kernel](*arguments, **constants)
