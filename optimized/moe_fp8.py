@@ -17,6 +17,7 @@ from torch import Tensor
 from optimized.device import Ops
 from optimized.errors import NotSupportedError
 from optimized.kernels.experts import rows_per_tile
+from optimized.kernels.experts_fp8 import MOST_ROWS
 from optimized.kernels.fp8 import quantize_blocks
 from optimized.moe import Observed, PackedExperts, Routing
 
@@ -66,7 +67,8 @@ def fp8_moe(
     routes = ops.route(
         x_TD, experts.router_weight_ED, experts.bias_E, k, config.routed_scaling_factor, config.norm_topk_prob, observe
     )
-    plan = ops.sort_rows(routes.expert_ids_TK, experts.routed, rows_per_tile(len(x_TD), k, experts.routed, x_TD.dtype))
+    tile_rows = rows_per_tile(len(x_TD), k, experts.routed, x_TD.dtype, MOST_ROWS)
+    plan = ops.sort_rows(routes.expert_ids_TK, experts.routed, tile_rows)
     rows = ops.quantize_rows(x_TD)
     act = ops.fp8_swiglu(*rows, experts.gate_up_EYX, experts.gate_up_scale_EGG, plan, x_TD.dtype)
     rows_TKD = ops.fp8_down(*act, experts.down_EXF, experts.down_scale_EGG, routes.weights_TK, plan, D, x_TD.dtype)

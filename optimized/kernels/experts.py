@@ -8,7 +8,7 @@ products run over tiles of rows and blocks of weight rows, the weight blocks of 
 share its activations, the tiles of an expert next to each other so that they share its weights. SwiGLU is fused
 into the first product. The second writes each row at its token and slot, and `combine` adds a token's rows.
 Weights come through the copy engine where their rows allow it (multiples of 16 bytes); a tile of 128 that is at most
-half full is computed as one of 64.
+half full is computed as one of 64. Tiles of prompts: `experts_wide`.
 
 Sums are float32, with one rounding each: activated values, expert outputs, the combined output. No atomics: the same
 input gives the same bytes. All grids depend on shapes alone, and rows are counted on the device.
@@ -32,7 +32,6 @@ from torch import Tensor
 from optimized.errors import KernelInputError
 from optimized.kernels.common import (
     check_tensor,
-    dot,
     next_power_of_2,
     overlap,
     round_to,
@@ -42,8 +41,17 @@ from optimized.kernels.common import (
     wait_for_inputs,
     widen,
 )
+from optimized.kernels.experts_wide import (
+    STRETCHED_TILE_ROWS,
+    WIDE_TILE_ROWS,
+    add_to,
+    main_rows,
+    row_blocks,
+    wide_down_kernel,
+    wide_swiglu_kernel,
+)
 from optimized.kernels.parts import weighted_parts
-from optimized.kernels.router import add_product, sigmoid
+from optimized.kernels.router import sigmoid
 from optimized.kernels.weight_tiles import weight_rows, weight_tile
 
 # T tokens  D model  E experts with the shared ones  K chosen experts  S slots of a token  F ffn width  X = 2F
@@ -55,6 +63,8 @@ class ExpertPlan(NamedTuple):
 
     `slot_R`: token · slots + slot of each row, in the order of (expert, token). `offset_E`: the first row of each
     expert, and the number of rows behind them. `tile_3M`: of each tile its expert (-1: no tile), first row and end.
+    `tile_rows`: the most rows of a tile, a power of two; or `STRETCHED_TILE_ROWS`, of which no more tiles of an
+    expert are stretched beyond a power of two than it takes, the first ones.
     """
 
     slot_R: Tensor
@@ -72,12 +82,18 @@ class Combined(NamedTuple):
     shared_TD: Tensor | None
 
 
-def rows_per_tile(T: int, K: int, E: int, dtype: torch.dtype) -> int:
-    """A tile that holds all rows of nearly every expert when T tokens choose evenly: mean and four deviations."""
+def rows_per_tile(T: int, K: int, E: int, dtype: torch.dtype, most: int = STRETCHED_TILE_ROWS) -> int:
+    """A tile that holds all rows of nearly every expert when T tokens choose evenly: mean and four deviations.
+
+    It is stretched where many experts have a few rows more than a plain one, and few need a second: elsewhere plain
+    tiles are as fast. `most`: the largest tile that there is.
+    """
     if dtype == torch.float32:
         return 16
     mean = T * K / E
-    return tile(ceil(mean + 4 * sqrt(mean)), 16, 128)
+    if WIDE_TILE_ROWS < mean + sqrt(mean) <= STRETCHED_TILE_ROWS <= most:
+        return STRETCHED_TILE_ROWS
+    return tile(ceil(mean + 4 * sqrt(mean)), 16, WIDE_TILE_ROWS)
 
 
 def tile_bound(T: int, K: int, E: int, shared: int, tile_rows: int) -> int:
@@ -97,13 +113,18 @@ def sort_rows_torch(
     counts_E = torch.bincount(ids_R, minlength=E + shared)
     ends_E, tiles_E = counts_E.cumsum(0), (counts_E + tile_rows - 1) // tile_rows
     last_tile_E = tiles_E.cumsum(0)
+    main = main_rows(tile_rows)
+    rest = tile_rows - main
+    stretched_E = (counts_E - tiles_E * main + rest - 1).clamp(min=0) // max(rest, 1)
     tile_M = torch.arange(tile_bound(T, K, E, shared, tile_rows), device=device)
     expert_M = torch.searchsorted(last_tile_E, tile_M, right=True)
     exists_M = expert_M < E + shared
     expert_M = expert_M.clamp(max=E + shared - 1)
+    number_M, stretched_M = tile_M - last_tile_E[expert_M] + tiles_E[expert_M], stretched_E[expert_M]
     end_M = ends_E[expert_M]
-    first_M = end_M - counts_E[expert_M] + (tile_M - last_tile_E[expert_M] + tiles_E[expert_M]) * tile_rows
-    tile_3M = torch.stack((expert_M, first_M, torch.minimum(first_M + tile_rows, end_M))).where(exists_M, -1)
+    first_M = end_M - counts_E[expert_M] + number_M * main + torch.minimum(number_M, stretched_M) * rest
+    size_M = main + (number_M < stretched_M) * rest
+    tile_3M = torch.stack((expert_M, first_M, torch.minimum(first_M + size_M, end_M))).where(exists_M, -1)
     offset_E = F.pad(ends_E, (1, 0))
     return ExpertPlan(ids_R.argsort(stable=True).int(), offset_E.int(), tile_3M.int(), K + shared, tile_rows)
 
@@ -135,7 +156,7 @@ def sort_rows_triton(
         _count_rows_kernel[(E,)](ids, counts_E, T * K, BLOCK=block, num_warps=warps)
     check_tensor("counts", counts_E, (E,), torch.int32)
     _sort_rows_kernel[(E + shared,)](
-        ids, counts_E, plan.slot_R, plan.offset_E, plan.tile_3M, T, E, shared, tiles, tile_rows,
+        ids, counts_E, plan.slot_R, plan.offset_E, plan.tile_3M, T, E, shared, tiles, tile_rows, main_rows(tile_rows),
         K=K, BLOCK=block, BINS=next_power_of_2(E + shared + 1), num_warps=warps, **overlap(device),
     )  # fmt: skip
     return plan
@@ -171,11 +192,14 @@ def expert_swiglu_triton(x_TD: Tensor, gate_up_EXD: Tensor, plan: ExpertPlan) ->
         return act_RF
     block_f, block_d, warps, stages = blocks(plan.tile_rows, x_TD.dtype, paired=True)
     weights, is_described = weight_rows("gate and up weights", gate_up_EXD, block_f, block_d)
-    tiles = plan.tile_3M.shape[1]
-    _swiglu_kernel[(tiles * triton.cdiv(X // 2, block_f),)](
+    tiles, main = plan.tile_3M.shape[1], main_rows(plan.tile_rows)
+    is_stretched = plan.tile_rows > main
+    rows = {"MAIN": main, "REST": plan.tile_rows - main} if is_stretched else {"BLOCK_R": main}
+    kernel = wide_swiglu_kernel if is_stretched else _swiglu_kernel
+    kernel[(tiles * triton.cdiv(X // 2, block_f),)](
         x_TD, weights, act_RF, plan.slot_R, plan.tile_3M, tiles, D, X // 2, plan.slots,
-        x_TD.stride(0), gate_up_EXD.stride(1), DESCRIBED=is_described,
-        BLOCK_R=plan.tile_rows, BLOCK_F=block_f, BLOCK_D=block_d, WIDEN=widen(x_TD.dtype),
+        x_TD.stride(0), gate_up_EXD.stride(1), DESCRIBED=is_described, **rows,
+        BLOCK_F=block_f, BLOCK_D=block_d, WIDEN=widen(x_TD.dtype),
         num_warps=warps, num_stages=stages, **overlap(x_TD.device),
     )  # fmt: skip
     return act_RF
@@ -205,7 +229,18 @@ def expert_down_triton(act_RF: Tensor, down_EDF: Tensor, plan: ExpertPlan) -> Te
     block_d, block_f, warps, stages = blocks(plan.tile_rows, act_RF.dtype, paired=False)
     weights, is_described = weight_rows("down weights", down_EDF, block_d, block_f)
     tiles = plan.tile_3M.shape[1]
-    _down_kernel[(tiles * triton.cdiv(D, block_d),)](
+    grid = (tiles * triton.cdiv(D, block_d),)
+    main = main_rows(plan.tile_rows)
+    if plan.tile_rows > main or main >= WIDE_TILE_ROWS:
+        act, other_act, is_described_rows = row_blocks(act_RF, plan.tile_rows, block_f)
+        wide_down_kernel[grid](
+            act, other_act, weights, rows_TSD, plan.slot_R, plan.tile_3M, tiles, R, D, width,
+            act_RF.stride(0), down_EDF.stride(1), DESCRIBED_ROWS=is_described_rows, DESCRIBED=is_described,
+            MAIN=main, REST=plan.tile_rows - main, BLOCK_D=block_d, BLOCK_F=block_f, WIDEN=widen(act_RF.dtype),
+            num_warps=warps, num_stages=stages, **overlap(act_RF.device),
+        )  # fmt: skip
+        return rows_TSD
+    _down_kernel[grid](
         act_RF, weights, rows_TSD, plan.slot_R, plan.tile_3M, tiles, D, width,
         act_RF.stride(0), down_EDF.stride(1), DESCRIBED=is_described,
         BLOCK_R=plan.tile_rows, BLOCK_D=block_d, BLOCK_F=block_f, WIDEN=widen(act_RF.dtype),
@@ -283,7 +318,7 @@ def _count_rows_kernel(ids, counts, rows, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "tiles"])
 def _sort_rows_kernel(
-    ids, counted, slot_out, offset_out, tile_out, T, E, shared, tiles, tile_rows,
+    ids, counted, slot_out, offset_out, tile_out, T, E, shared, tiles, tile_rows, main,
     K: tl.constexpr, BLOCK: tl.constexpr, BINS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -300,15 +335,18 @@ def _sort_rows_kernel(
     own_rows = tl.sum(tl.where(bins == expert, counts, 0), axis=0)
     own_tiles = tl.sum(tl.where(bins == expert, tile_counts, 0), axis=0)
     end_row = first_row + own_rows
+    rest = tile_rows - main
+    stretched = tl.maximum(own_rows - own_tiles * main + rest - 1, 0) // tl.maximum(rest, 1)
 
     tl.store(offset_out + expert, first_row)
     for start in range(0, own_tiles, BLOCK):
         i = start + lanes
-        row = first_row + i * tile_rows
+        row = first_row + i * main + tl.minimum(i, stretched) * rest
+        end = tl.minimum(row + main + (i < stretched).to(tl.int32) * rest, end_row)
         out = tile_out + first_tile + i
         tl.store(out, expert + tl.zeros_like(i), mask=i < own_tiles)
         tl.store(out + tiles, row, mask=i < own_tiles)
-        tl.store(out + 2 * tiles, tl.minimum(row + tile_rows, end_row), mask=i < own_tiles)
+        tl.store(out + 2 * tiles, end, mask=i < own_tiles)
     if expert == E + shared - 1:
         tl.store(offset_out + expert + 1, end_row)
         for start in range(first_tile + own_tiles, tiles, BLOCK):
@@ -328,15 +366,6 @@ def _sort_rows_kernel(
         for start in range(0, T, BLOCK):
             t = start + lanes
             tl.store(slot_out + first_row + t, t * (K + shared) + K + expert - E, mask=t < T)
-
-
-@triton.jit
-def _add(a, b, sums, WIDEN: tl.constexpr):
-    """sums + a b; rounding of the sums shows in a float32 output only."""
-    if WIDEN:
-        return add_product(a, b, sums, WIDEN)
-    else:
-        return dot(a, b, sums, WIDEN)
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -386,9 +415,9 @@ def _swiglu_tile(
         b = weight_tile(
             gate_up, weight_stride, gate_row + first_f, up_row, start, D, BLOCK_F, BLOCK_D, DESCRIBED
         )  # [BLOCK_D, BLOCK_F]
-        gate = _add(a, b, gate, WIDEN)
+        gate = add_to(a, b, gate, WIDEN)
         b = weight_tile(gate_up, weight_stride, up_row + first_f, up_row + F, start, D, BLOCK_F, BLOCK_D, DESCRIBED)
-        up = _add(a, b, up, WIDEN)
+        up = add_to(a, b, up, WIDEN)
     activated = gate * sigmoid(gate) * up
     out = act + rows.to(tl.int64)[:, None] * F + f[None, :]
     tl.store(out, round_to(activated, act), mask=in_tile[:, None] & (f < F)[None, :])
@@ -408,24 +437,7 @@ def _down_kernel(
     if expert < 0:
         return
     first, end = tl.load(tile_map + tiles + tile_index), tl.load(tile_map + 2 * tiles + tile_index)
-    d = tl.program_id(0) % d_blocks * BLOCK_D
-    if BLOCK_R >= 128 and end - first <= BLOCK_R // 2:
-        _down_tile(
-            act, down, out, slot_of_row, expert, first, end, d, D, F, act_stride, weight_stride,
-            DESCRIBED, BLOCK_R // 2, BLOCK_D, BLOCK_F, WIDEN,
-        )  # fmt: skip
-    else:
-        _down_tile(
-            act, down, out, slot_of_row, expert, first, end, d, D, F, act_stride, weight_stride,
-            DESCRIBED, BLOCK_R, BLOCK_D, BLOCK_F, WIDEN,
-        )  # fmt: skip
-
-
-@triton.jit
-def _down_tile(
-    act, down, out, slot_of_row, expert, first, end, first_d, D, F, act_stride, weight_stride,
-    DESCRIBED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_F: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
+    first_d = tl.program_id(0) % d_blocks * BLOCK_D
     rows = first + tl.arange(0, BLOCK_R)
     in_tile = rows < end
     d = first_d + tl.arange(0, BLOCK_D)
@@ -437,7 +449,7 @@ def _down_tile(
         b = weight_tile(
             down, weight_stride, expert * D + first_d, (expert + 1) * D, start, F, BLOCK_D, BLOCK_F, DESCRIBED
         )  # [BLOCK_F, BLOCK_D]
-        sums = _add(a, b, sums, WIDEN)
+        sums = add_to(a, b, sums, WIDEN)
     slot = tl.load(slot_of_row + rows, mask=in_tile, other=0)
     out_rows = out + slot.to(tl.int64)[:, None] * D + d[None, :]
     tl.store(out_rows, round_to(sums, out), mask=in_tile[:, None] & (d < D)[None, :])

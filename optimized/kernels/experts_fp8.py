@@ -30,6 +30,8 @@ from optimized.kernels.experts import ExpertPlan
 from optimized.kernels.fp8 import GROUP, quantize_rows_torch, quantized, to_e4m3
 from optimized.kernels.router import sigmoid
 
+# Of a tile.
+MOST_ROWS = 128
 # Of the sum of weights that divides.
 SMALLEST_SUM = 1e-9
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from optimized import moe as layer
 from optimized.device import choose
 from optimized.kernels import experts
+from optimized.kernels.experts_wide import STRETCHED_TILE_ROWS
 from optimized.kernels.router import route_torch, route_triton
 from reference.config import TextConfig, released
 
@@ -73,7 +74,7 @@ def test_layer(T: int) -> None:
     packed, x_TD = packed_layer(config), normal(T, D, seed=T + 10)
     out_TD, observed = layer.moe(x_TD, packed, config, OPS, observe=True)
     assert observed is not None
-    for tile_rows in {experts.rows_per_tile(T, K, 32, torch.bfloat16), 16, 64, 128}:
+    for tile_rows in {experts.rows_per_tile(T, K, 32, torch.bfloat16), 16, 64, 128, STRETCHED_TILE_ROWS}:
         plan = experts.sort_rows_triton(observed.expert_ids_TK, 32, tile_rows, 1)
         act_RF = experts.expert_swiglu_torch(x_TD, packed.gate_up_EXD, plan)
         act_truth_RF = experts.expert_swiglu_torch(x_TD.double(), packed.gate_up_EXD, plan)

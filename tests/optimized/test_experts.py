@@ -15,6 +15,7 @@ from optimized import moe as layer
 from optimized.device import choose
 from optimized.errors import KernelInputError, NotSupportedError
 from optimized.kernels import experts
+from optimized.kernels.experts_wide import STRETCHED_TILE_ROWS
 from optimized.kernels.norm import add_parts_rms_norm_triton
 from reference.config import tiny
 from reference.errors import CheckpointError
@@ -65,7 +66,7 @@ SHAPES = [  # T, E, K, shared
 ]
 
 
-@pytest.mark.parametrize("tile_rows", [16, 32])
+@pytest.mark.parametrize("tile_rows", [16, 20, 32])
 @pytest.mark.parametrize(("T", "E", "K", "shared"), SHAPES)
 def test_rows_are_sorted(T: int, E: int, K: int, shared: int, tile_rows: int) -> None:
     for how in ("evenly", "alike"):
@@ -88,7 +89,7 @@ def test_more_rows_than_a_program_reads_at_once() -> None:
 
 
 @settings(max_examples=10)
-@given(st.integers(0, 40), st.integers(1, 20), st.data(), st.integers(0, 3), st.sampled_from([16, 64]))
+@given(st.integers(0, 40), st.integers(1, 20), st.data(), st.integers(0, 3), st.sampled_from([16, 20, 24, 64]))
 def test_tiles_hold_each_row_once(T: int, E: int, data: st.DataObject, shared: int, tile_rows: int) -> None:
     """From the definition, whichever implementation: rows by expert, then by token; tiles of one expert each."""
     K = data.draw(st.integers(1, E))
@@ -103,6 +104,25 @@ def test_tiles_hold_each_row_once(T: int, E: int, data: st.DataObject, shared: i
     ]
     assert covered == [(expert, row) for row, (expert, _) in enumerate(pairs)]
     assert all(end - first <= tile_rows for _, first, end in plan.tile_3M.T.tolist())
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes"),
+    [
+        pytest.param(128, [128], id="no-rest"),
+        pytest.param(129, [129], id="a-row-more"),
+        pytest.param(160, [160], id="stretched"),
+        pytest.param(161, [128, 33], id="too-much-for-one"),
+        pytest.param(288, [160, 128], id="one-of-two"),
+        pytest.param(289, [160, 129], id="both"),
+        pytest.param(321, [128, 128, 65], id="a-third"),
+    ],
+)
+def test_no_more_tiles_are_stretched_than_it_takes(rows: int, sizes: list[int]) -> None:
+    ids_T1 = torch.full((rows, 1), 1, dtype=torch.int32, device=DEVICE)
+    plan = experts.sort_rows_triton(ids_T1, 3, STRETCHED_TILE_ROWS)
+    assert [end - first for expert, first, end in plan.tile_3M.T.tolist() if expert >= 0] == sizes
+    assert torch.equal(plan.tile_3M, experts.sort_rows_torch(ids_T1, 3, STRETCHED_TILE_ROWS).tile_3M)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -132,10 +152,26 @@ def test_products_as_good_as_eager(
     assert experts.combine_triton(rows_TSD, weights_TK)[1:] == (None, None)
 
 
-@pytest.mark.parametrize("tile_rows", [16, 32, 128])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_stretched_tiles_as_good_as_eager(dtype: torch.dtype) -> None:
+    """Rows that lie apart, lanes in no multiples of anything; experts of one tile, of stretched ones and of none."""
+    T, D, F, E, shared = 43, 131, 33, 6, 1
+    plan = experts.sort_rows_torch(chosen(T, E, 2, "one hot"), E, 48, shared)
+    sizes = {end - first for _, first, end in plan.tile_3M.T.tolist()}
+    assert 43 in sizes
+    assert min(sizes - {0}) < 32
+    x_TD = poisoned_behind(normal(T, D, dtype=dtype, seed=1) * D**0.5)
+    gate_up_EXD = poisoned_behind(normal(E + shared, 2 * F, D, dtype=dtype, seed=2))
+    down_EDF = poisoned_behind(normal(E + shared, D, F, dtype=dtype, seed=3))
+    check_against_twin(experts.expert_swiglu_triton, experts.expert_swiglu_torch, x_TD, gate_up_EXD, plan)
+    act_RF = poisoned_behind(experts.expert_swiglu_torch(x_TD, gate_up_EXD, plan))
+    check_against_twin(experts.expert_down_triton, experts.expert_down_torch, act_RF, down_EDF, plan)
+
+
+@pytest.mark.parametrize("tile_rows", [16, 32, 48, 128])
 @pytest.mark.parametrize("rows", [15, 17, 33, 64, 65])
 def test_an_expert_of_about_a_tile(rows: int, tile_rows: int) -> None:
-    """All rows of one expert among experts without rows; less and more than half of a tile of 128."""
+    """All rows of one expert among experts without rows; tiles of 32 and 16, and half of 128."""
     x_TD = normal(rows, 40, dtype=torch.bfloat16, seed=1) * 6
     gate_up_EXD = normal(4, 18, 40, dtype=torch.bfloat16, seed=2)
     down_EDF = normal(4, 40, 9, dtype=torch.bfloat16, seed=3)
@@ -149,9 +185,12 @@ def test_an_expert_of_about_a_tile(rows: int, tile_rows: int) -> None:
     assert torch.equal(rows_TSD, experts.expert_down_triton(act_RF, down_EDF, plan))
 
 
-@pytest.mark.parametrize(("T", "tile_rows"), [(1, 16), (64, 16), (256, 32), (1024, 64), (2048, 128), (16384, 128)])
+@pytest.mark.parametrize(
+    ("T", "tile_rows"), [(1, 16), (64, 16), (256, 32), (1024, 64), (2048, 128), (4096, 160), (16384, 128)]
+)
 def test_a_tile_holds_most_experts(T: int, tile_rows: int) -> None:
     assert experts.rows_per_tile(T, 8, 256, torch.bfloat16) == tile_rows
+    assert experts.rows_per_tile(T, 8, 256, torch.bfloat16, 128) == min(tile_rows, 128)
 
 
 def test_a_bad_token_stays_alone() -> None:
