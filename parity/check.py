@@ -98,11 +98,14 @@ def check(
 
     `shrinks`: where they differ, also run smaller workloads, for as long again; the smallest that differs at the same
     tensor is the last run.
+    Raises: WorkloadError for a request that is longer than the model takes; what the two raise.
     """
     runs, skipped, name = [], dict[str, None](), ""
     began = time.monotonic()
     for level in levels:
         port = candidate(level)
+        for workload in workloads:
+            workload.require_fits(port.config.text.max_position_embeddings)
         name = port.name
         for number, workload in enumerate(workloads, 1):
             progress(f"{level}: workload {number} of {len(workloads)}: {workload.text()}")

@@ -37,9 +37,10 @@ def clear_workload(
 ) -> Workload:
     """`clear_of_ties` for a checkpoint folder, run in bfloat16. The whole text model is loaded, in float64 as well.
 
-    Raises: CheckpointError.
+    Raises: CheckpointError; WorkloadError for a request that is longer than the model takes.
     """
     folder = CheckpointFolder.open(checkpoint, buckets=("language", "mtp"))
+    workload.require_fits(folder.config.text.max_position_embeddings)
     weights = load_text_model(checkpoint, dtype=None).state_dict()
     return clear_of_ties(
         folder.config, weights, workload, torch.bfloat16, CLEARANCE, folder.indexer_rope_layout, progress

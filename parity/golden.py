@@ -71,11 +71,12 @@ def make_golden(
 
     `names` are globs of what is kept; the scores of a choice are kept with it. `synthetic_seed` is noted down.
     Raises: GoldenError if `target` exists, or an interrupted export there is of something else, or for a glob that
-    matches no name; CheckpointError.
+    matches no name; WorkloadError for a request that is longer than the model takes; CheckpointError.
     """
     target = Path(target)
     numerics = numerics or Numerics()
     folder = CheckpointFolder.open(checkpoint, numerics, ("language", "mtp"))
+    workload.require_fits(folder.config.text.max_position_embeddings)
     _require_matches(names, folder.config.text.num_hidden_layers, max_draft_tokens)
     record = GoldenRecord(
         config=folder.config.to_json(),

@@ -249,7 +249,9 @@ def _read(folder: Path) -> bytes:
 
 
 def _why_no_manifest(folder: Path) -> str:
-    if not folder.is_dir():
+    if folder.exists() and not folder.is_dir():
+        return "is a file; a dump is a folder with manifest.json and safetensors files"
+    if not folder.exists():
         return "no such folder; a dump is a folder with manifest.json and safetensors files"
     if any(path.name.endswith((".partial", ".safetensors")) for path in folder.iterdir()):
         return "incomplete: it has tensors and no manifest.json, which is written last; the run that wrote it stopped"

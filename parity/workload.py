@@ -125,6 +125,25 @@ class Workload:
             elif isinstance(action, Free):
                 del lengths[action.request]
 
+    def require_fits(self, context: int) -> None:
+        """Raises: WorkloadError for a request that is longer, at any time, than the `context` tokens of the model."""
+        lengths: dict[str, int] = {}
+        for action in self.actions:
+            if isinstance(action, Step):
+                for request, count, _ in action.items:
+                    lengths[request] = lengths.get(request, 0) + count
+                    if lengths[request] > context:
+                        raise WorkloadError(
+                            f"{_action_text(action)!r}: request {request} has {lengths[request]:,} tokens then; the "
+                            f"model takes {context:,} (max_position_embeddings)"
+                        )
+            elif isinstance(action, Truncate):
+                lengths[action.request] -= action.count
+            elif isinstance(action, Fork):
+                lengths[action.new] = lengths[action.request]
+            elif isinstance(action, Free):
+                del lengths[action.request]
+
     @property
     def tokens(self) -> int:
         return sum(count for action in self.actions if isinstance(action, Step) for _, count, _ in action.items)

@@ -61,6 +61,16 @@ def test_a_mapping_that_could_not_be_written_is_refused_first(tmp_path: Path):
     assert "is a folder; name a file" in refusal("propose", "tiny", "x", str(tmp_path))
 
 
+@pytest.mark.parametrize("command", [["check"], ["check", "--candidate", "optimized"], ["golden"]])
+@pytest.mark.parametrize("workload", ["p:a4097", "p:a4000 f:a>b x:a t:b3 p:b100", "p:a9 p:b4096+a7 d:a+b"])
+def test_a_request_longer_than_the_model_takes_is_refused(
+    text_folder: Path, tmp_path: Path, command: list[str], workload: str
+):
+    target = [str(tmp_path / "golden")] if command == ["golden"] else []
+    line = refusal(*command, str(text_folder), *target, "--workload", workload)
+    assert "4,097 tokens then; the model takes 4,096 (max_position_embeddings)" in line
+
+
 def test_what_the_system_refuses_is_one_line(text_folder: Path, tmp_path: Path):
     file = tmp_path / "plain.txt"
     file.touch()
@@ -82,6 +92,13 @@ def test_what_is_no_folder_is_called_so(tmp_path: Path, command: list[str]):
     rest = [str(tmp_path / "golden")] if command[0] == "golden" else []
     assert "no such folder" in refusal(*command, str(tmp_path / "none"), *rest)
     assert "a.png: is a file" in refusal(*command, str(file), *rest)
+
+
+@pytest.mark.parametrize("command", ["validate", "compare tiny", "diagnose tiny", "propose tiny"])
+def test_a_file_in_place_of_a_dump_is_called_so(tmp_path: Path, command: str):
+    (tmp_path / "manifest.json").write_text("{}")
+    assert "manifest.json: is a file; a dump is a folder" in refusal(*command.split(), str(tmp_path / "manifest.json"))
+    assert "no such folder; a dump is" in refusal(*command.split(), str(tmp_path / "none"))
 
 
 def test_a_json_that_is_no_config_is_named(tmp_path: Path):
