@@ -21,7 +21,7 @@ from optimized.step import DeviceStep, Draws, StepPlan, Uploader
 from optimized.text import Text
 from reference.probe import is_observed
 
-# T rows  D model  W vocabulary  B requests
+# T rows  D model  W vocabulary  B requests  R rows of a buffer
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Runner:
         rows = max(BUCKETS[-1], most_rows)
         self.chosen_R, self.drafted_R = (torch.zeros(rows, dtype=torch.int64, device=device) for _ in range(2))
         self._fill = text.pools.fill
-        self._hidden: dict[int, Tensor] = {}
+        self._hidden_RD: Tensor | None = None
         self.recorder: Recorder[StepOutput | DraftOutput] | None = (
             Recorder(self.uploader, (self.chosen_R, self.drafted_R), recordings) if graphs else None
         )
@@ -100,11 +100,10 @@ class Runner:
         return output
 
     def _buffered(self, rows: int, hidden_TD: Tensor) -> Tensor:
-        """The rows in the buffer of that many, which never moves."""
-        if rows not in self._hidden:
-            shape = (rows, self.text.config.hidden_size)
-            self._hidden[rows] = torch.empty(shape, dtype=hidden_TD.dtype, device=hidden_TD.device)
-        buffer_TD = self._hidden[rows]
+        """The rows at the start of a buffer that never moves, and has room for every padded shape."""
+        if self._hidden_RD is None:
+            self._hidden_RD = hidden_TD.new_empty(BUCKETS[-1], self.text.config.hidden_size)
+        buffer_TD = self._hidden_RD[:rows]
         buffer_TD[len(hidden_TD) :].fill_(self._fill)
         buffer_TD[: len(hidden_TD)].copy_(hidden_TD)
         return buffer_TD

@@ -196,7 +196,8 @@ def test_buffers_never_move() -> None:
     def addresses() -> list[int]:
         assert runner.recorder is not None
         recordings = runner.recorder.recordings
-        tensors = [runner.chosen_R, runner.drafted_R, *runner._hidden.values()]
+        assert runner._hidden_RD is not None
+        tensors = [runner.chosen_R, runner.drafted_R, runner._hidden_RD]
         return [t.data_ptr() for r in recordings for t in (r.metadata, r.step.positions_T)] + [
             t.data_ptr() for t in tensors
         ]
