@@ -42,6 +42,8 @@ def propose(
     known = golden_trace(Golden.open(expected)) if is_golden(expected) else open_trace(expected)
     dump = open_dump(actual, any_names=True).trace
     proposal = propose_mapping(known, dump)
+    if proposal.prefix:
+        typer.echo(f"names without {proposal.prefix!r} are the schema's, or are looked for so")
     for evidence in proposal.evidence:
         typer.echo(evidence_line(evidence))
     if not proposal.explained:

@@ -2,7 +2,8 @@
 
 For every name of the schema that the expected trace has, tensors of the other trace are tried in its place, on a few
 rows: under any name, of this layer and its neighbours, as they are, with [even | odd] lanes put back into pairs, with
-heads flattened, and as the sum of two tensors of one layer. What is found in one layer must hold in all.
+heads flattened, and as the sum of two tensors of one layer. What is found in one layer must hold in all. A prefix that
+makes names of the schema is taken off first.
 
 A hypothesis counts if it leaves less than an eighth of the difference that is there without it, and less than an
 eighth of the tensor. Tensors that have nothing to do with each other differ by 1.4 times their size, lanes in the wrong
@@ -15,7 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Mapping as Dict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from functools import cached_property
 from itertools import combinations
@@ -56,17 +57,23 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Proposal:
-    """`mapping` is None where nothing needs one, or nothing helps. Names as patterns: `explained` by a tensor of the
-    other trace, under their own name or another, and `unexplained`, that nothing explains."""
+    """`mapping` is None where nothing needs one, or nothing helps. `prefix` was taken off the other trace's names.
+
+    Names as patterns: `explained` by a tensor of the other trace, under their own name or another; `unexplained`.
+    """
 
     mapping: Mapping | None
     evidence: tuple[Evidence, ...]
     explained: tuple[str, ...]
     unexplained: tuple[str, ...]
+    prefix: str = ""
 
 
 def propose_mapping(expected: Trace, actual: Trace) -> Proposal:
     """Compare the first rows of each name under the hypotheses above; both traces must have the same requests."""
+    prefix = _common_prefix(actual.names())
+    if prefix:
+        actual = Trace([replace(entry, name=entry.name.removeprefix(prefix)) for entry in actual.entries()])
     known, foreign = _Samples(expected), _Samples(actual)
     found = {pattern: _explanations(pattern, known, foreign) for pattern in known.patterns if _spec(pattern)}
     shift = _common_shift(found)
@@ -82,10 +89,21 @@ def propose_mapping(expected: Trace, actual: Trace) -> Proposal:
             before = min(_error(_Hypothesis((pattern,)), pattern, known, foreign)[0], 1.0)
             evidence.append(Evidence(pattern, best.sources, best.shift, words, before, best.error, best.layers))
     explained = tuple(pattern for pattern, explanations in found.items() if explanations)
-    if not evidence:
+    if not evidence and not (prefix and explained):
         return Proposal(None, (), explained, tuple(unexplained))
     kept = [pattern for pattern in unexplained if pattern in foreign.patterns]
-    return Proposal(_mapping(rules, kept, shift), tuple(evidence), explained, tuple(unexplained))
+    return Proposal(_mapping(rules, kept, shift, prefix), tuple(evidence), explained, tuple(unexplained), prefix)
+
+
+def _common_prefix(names: list[str]) -> str:
+    """What stands before a name of the schema in at least half of all names, and in more than are of the schema now."""
+    prefixes: Counter[str] = Counter()
+    for name in names:
+        parts = name.split(".")
+        suffixes = (".".join(parts[first:]) for first in range(len(parts)))
+        prefixes[next((name.removesuffix(suffix) for suffix in suffixes if spec_of(suffix)), name)] += 1
+    prefix, count = prefixes.most_common(1)[0] if prefixes else ("", 0)
+    return prefix if 2 * count >= len(names) else ""
 
 
 def _common_shift(found: Dict[str, list[_Explanation]]) -> int:
@@ -99,11 +117,12 @@ def _common_shift(found: Dict[str, list[_Explanation]]) -> int:
     return shifts.most_common(1)[0][0] if shifts else 0
 
 
-def _mapping(rules: list[Rule], kept: list[str], shift: int) -> Mapping:
+def _mapping(rules: list[Rule], kept: list[str], shift: int, prefix: str) -> Mapping:
     """The common shift is said once. It holds for the names that nothing explains too; they are `kept`."""
     rules = [rule.model_copy(update={"layer_shift": None}) if rule.layer_shift == shift else rule for rule in rules]
     rules += [Rule(sources=(pattern,), to=pattern) for pattern in kept]
-    return Mapping(mapping_version=1, title="proposed", layer_shift=shift, rules=tuple(rules))
+    strip = (prefix,) if prefix else ()
+    return Mapping(mapping_version=1, title="proposed", strip=strip, layer_shift=shift, rules=tuple(rules))
 
 
 def _spec(pattern: str) -> ProbeSpec | None:

@@ -82,14 +82,36 @@ def test_a_config_of_a_dump_that_is_wrong_is_named_once(right: Path, tmp_path: P
 def test_names_that_are_alike_are_proposed_and_the_next_command_can_be_pasted(right: Path, tmp_path: Path) -> None:
     dump, mapping = tmp_path / "die Namen", tmp_path / "m ü.json"
     write_trace(dump, open_trace(right), torch.bfloat16)
-    edit_manifest(dump, lambda manifest: [entry.update(name=f"x.{entry['name']}") for entry in manifest["tensors"]])
+
+    def rename(manifest: dict) -> None:
+        for entry in manifest["tensors"]:
+            group, _, last = entry["name"].rpartition(".")
+            entry["name"] = f"{group}.latent" if last == "kv_latent" and not group.startswith("mtp") else entry["name"]
+
+    edit_manifest(dump, rename)
     result = run("propose", "tiny", dump, mapping)
     # A latent has the values of what is cached of it.
-    assert "layers.{i}.attn.kv_latent is x.layers.{i}.attn.kv_latent:" in result.output
-    assert "cache.{i}.kv_latent is x.cache.{i}.kv_latent:" in result.output
+    assert "layers.{i}.attn.kv_latent is layers.{i}.attn.latent:" in result.output
+    assert "cache.{i}.kv_latent is cache.{i}.latent:" in result.output
     words = shlex.split(result.output.split("next: ")[1])
     assert words == ["note-parity", "compare", "tiny", str(dump), "--mapping", str(mapping)]
     assert run(*words[1:]).exit_code == EXIT_AGREES
+
+
+def test_a_prefix_is_taken_off_every_name(right: Path, tmp_path: Path) -> None:
+    """Of scores that grow and of draft steps too, whose layouts are not searched."""
+    dump, mapping = tmp_path / "dump", tmp_path / "m.json"
+    write_trace(dump, open_trace(right), torch.bfloat16)
+    edit_manifest(
+        dump, lambda manifest: [entry.update(name=f"my.net.{entry['name']}") for entry in manifest["tensors"]]
+    )
+    result = run("propose", "tiny", dump, mapping)
+    assert result.exit_code == EXIT_AGREES
+    assert result.output.startswith("names without 'my.net.' are the schema's")
+    assert " is " not in result.output
+    result = run("compare", "tiny", dump, "--mapping", mapping)
+    assert (result.exit_code, "skipped" in result.output) == (EXIT_AGREES, False)
+    assert "prefix" not in run("propose", "tiny", right).output
 
 
 def test_nothing_alike_is_not_a_success(right: Path, tmp_path: Path) -> None:
