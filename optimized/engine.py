@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -469,5 +470,6 @@ class Engine:
     def _check_ids(self, request: str, token_ids: Sequence[int]) -> None:
         last = self.config.vocab_size - 1
         for token_id in token_ids:
-            if not 0 <= token_id <= last:
+            # A number with a fraction would be cut off, or fail far from here.
+            if not isinstance(token_id, Integral) or not 0 <= token_id <= last:
                 raise TokenIdError(f"request {request!r}: token id {token_id} is outside the vocabulary (0 to {last})")

@@ -7,6 +7,7 @@ other lengths.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Literal
 
 import torch
@@ -196,7 +197,8 @@ class Session:
     def _check_ids(self, request: str, token_ids: Sequence[int]) -> None:
         last = self.model.config.vocab_size - 1
         for token_id in token_ids:
-            if not 0 <= token_id <= last:
+            # A number with a fraction would be cut off, or fail far from here.
+            if not isinstance(token_id, Integral) or not 0 <= token_id <= last:
                 raise TokenIdError(f"request {request!r}: token id {token_id} is outside the vocabulary (0 to {last})")
 
     def _run(self, item: StepItem) -> Tensor:

@@ -132,6 +132,7 @@ def test_a_refused_step_changes_nothing() -> None:
         ([StepItem("a", (1,), "decode"), StepItem("a", (2,), "decode")], CacheError),
         ([StepItem("a", (), "decode")], CacheError),
         ([StepItem("b", (CONFIG.text.vocab_size,), "prefill")], TokenIdError),
+        ([StepItem("b", (1, 1.5), "prefill")], TokenIdError),
     ):
         with pytest.raises(error):
             one.step(items)

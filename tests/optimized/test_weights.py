@@ -246,3 +246,9 @@ def test_unpacked_tensors_are_copies():
 def test_what_is_not_implemented_is_refused_by_name(changes, options, message):
     with pytest.raises(NotSupportedError, match=message):
         pack_text({}, dataclasses.replace(TINY, **changes), "cpu", torch.bfloat16, **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
+def test_a_device_that_is_not_here_is_refused_by_name() -> None:
+    with pytest.raises(NotSupportedError, match="device cuda: torch finds no CUDA device here"):
+        pack_text({}, tiny().text, "cuda", torch.bfloat16)

@@ -127,6 +127,7 @@ def test_being_observed_changes_no_bit(model):
         ([StepItem("a", (1,) * 7, "prefill")], CacheError, "'a' would hold 10 tokens; max_length is 9"),
         ([StepItem("b", (0, 193), "prefill")], TokenIdError, r"'b': token id 193 .*\(0 to 192\)"),
         ([StepItem("a", (-1,), "decode")], TokenIdError, r"'a': token id -1 .*\(0 to 192\)"),
+        ([StepItem("b", (0, 1.5), "prefill")], TokenIdError, r"'b': token id 1\.5 .*\(0 to 192\)"),
     ],
 )
 def test_a_refused_step_has_run_nothing(model, items, refusal, message):
