@@ -19,7 +19,7 @@ from torch import Tensor
 
 from optimized.errors import NotSupportedError
 from optimized.moe import Place
-from optimized.weights import New, State, fill, whole
+from optimized.weights import New, State, fill, require_device, whole
 from reference.config import AudioConfig
 from reference.numerics import Numerics
 
@@ -83,10 +83,12 @@ def pack_audio(
     """Copy a state dict (names as in `reference.audio.AudioEncoder`) into packed storage; no value changes.
 
     Raises: CheckpointError listing every tensor that is missing, unknown, given twice, without values, or of another
-    shape or dtype (nothing is cast); NotSupportedError for other numerics than the default.
+    shape or dtype (nothing is cast); NotSupportedError for other numerics than the default, or a
+    device that is not there.
     """
     if numerics not in (None, Numerics()):
         raise NotSupportedError(f"the audio tower: numerics must be {Numerics()!r}, found {numerics!r}")
+    require_device(device)
     packed = empty_audio(config, device, dtype)
     fill(audio_places(packed), state)
     return packed

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from optimized.moe import PackedExperts, Place
 from optimized.moe_fp8 import Fp8Experts, quantize_experts
-from optimized.weights import DenseWeights, New, State, fill, whole
+from optimized.weights import DenseWeights, New, State, fill, require_device, whole
 from reference.config import VisionConfig
 
 # D tower width  C channels  X rows of q, k and v, or 2F  H heads  J head dim  F ffn width  E experts
@@ -73,8 +73,9 @@ def pack_vision(state: State, config: VisionConfig, device: torch.device | str, 
     """Copy a state dict (names as in `reference.vision.VisionTower`) into packed storage; no value changes.
 
     A tensor at a time, in any order: of an iterator that keeps none, no more than the storage and one source tensor
-    exist at once. Raises: CheckpointError as `weights.fill`.
+    exist at once. Raises: CheckpointError as `weights.fill`; NotSupportedError for a device that is not there.
     """
+    require_device(device)
     packed = empty_vision(config, device, dtype)
     fill(vision_places(packed), state)
     return packed

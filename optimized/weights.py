@@ -119,11 +119,16 @@ def pack_text(
     shape or dtype (nothing is cast); NotSupportedError for what this code does not implement.
     """
     _refuse_unsupported(config, numerics, indexer_rope_layout)
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise NotSupportedError(f"device {device}: torch finds no CUDA device here")
+    require_device(device)
     packed = empty_text(config, device, dtype)
     fill(text_places(packed), state)
     return packed
+
+
+def require_device(device: torch.device | str) -> None:
+    """Raises: NotSupportedError for CUDA where there is none."""
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise NotSupportedError(f"device {device}: torch finds no CUDA device here")
 
 
 def loaded_into(packed: PackedText, state: Mapping[str, Tensor]) -> PackedText:

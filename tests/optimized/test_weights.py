@@ -14,14 +14,18 @@ from hypothesis import given
 from strategies import text_configs
 from torch import Tensor
 
+from optimized.audio_weights import pack_audio
 from optimized.errors import NotSupportedError
 from optimized.moe import pack_experts
+from optimized.vision_weights import pack_vision
 from optimized.weights import PackedText, loaded_into, pack_text, text_places, unpack_text
+from reference.audio import tiny_audio
 from reference.checkpoint.expected import expected_tensors
 from reference.config import TextConfig, released, tiny
 from reference.errors import CheckpointError
 from reference.numerics import Numerics
 from reference.text import TextModel
+from reference.vision import tiny_vision
 
 TINY = tiny().text
 
@@ -250,5 +254,6 @@ def test_what_is_not_implemented_is_refused_by_name(changes, options, message):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a GPU")
 def test_a_device_that_is_not_here_is_refused_by_name() -> None:
-    with pytest.raises(NotSupportedError, match="device cuda: torch finds no CUDA device here"):
-        pack_text({}, tiny().text, "cuda", torch.bfloat16)
+    for pack, config in ((pack_text, tiny().text), (pack_vision, tiny_vision()), (pack_audio, tiny_audio())):
+        with pytest.raises(NotSupportedError, match="device cuda: torch finds no CUDA device here"):
+            pack({}, config, "cuda", torch.bfloat16)
