@@ -8,7 +8,7 @@ pass order   transformers resizes both axes in one call, and Pillow from 13 on m
 palette      a palette in memory whose colours have alpha is transparent here, and not for transformers
 
 Sizes follow Qwen2-VL's rule, which is NOTE's wherever both sides are at least 15 pixels; below, they may differ. Its
-processor on torchvision runs only where that is installed.
+processor on torchvision runs only where that is installed; elsewhere its recorded levels are compared.
 """
 
 import importlib.util
@@ -20,6 +20,7 @@ from hypothesis import assume, event, example, given
 from hypothesis import strategies as st
 from media_files import checkerboard, encoded, noise, smooth, turned_jpeg
 from PIL import Image
+from torchvision_levels import RECORD, levels_of, pictures, record
 
 from reference.media import image as image_module
 from reference.media.image import preprocess_image
@@ -143,14 +144,22 @@ def test_the_class_defaults_are_another_models():
     assert defaults(images=[noise(56, 56)], return_tensors="pt")["pixel_values"].shape == (16, 1176)
 
 
-@pytest.mark.skipif(not HAS_TORCHVISION, reason="torchvision is not installed: its processor is not compared")
-def test_torchvisions_resize_stays_within_two_levels():
-    from transformers import Qwen2VLImageProcessor
+@pytest.mark.parametrize("name", pictures())
+def test_torchvisions_resize_stays_within_a_level(name):
+    """Recorded where torchvision is installed."""
+    recorded = np.load(RECORD)
+    assert "torchvision" in str(recorded["made_by"])
+    ours = preprocess_image(pictures()[name])
+    assert ours.grids_N3.tolist() == recorded[f"{name}.grid"].tolist()
+    levels_PX = levels_of(ours.pixels_PX.numpy()).astype(int)
+    apart_PX = np.abs(levels_PX - recorded[f"{name}.levels"])
+    assert apart_PX.max() <= 1
+    assert (apart_PX > 0).mean() < 0.01
 
-    for height, width in ((360, 640), (113, 251), (999, 47)):
-        pixels = noise(height, width)
-        expected = Qwen2VLImageProcessor(**NOTE_VALUES)(images=[Image.fromarray(pixels)], return_tensors="pt")
-        ours = preprocess_image(pixels)
-        assert ours.grids_N3.tolist() == expected["image_grid_thw"].tolist()
-        levels = (ours.pixels_PX - expected["pixel_values"]).abs().max() * 255 * 0.27577711
-        assert levels < 2.5
+
+@pytest.mark.skipif(not HAS_TORCHVISION, reason="torchvision is not installed: its recorded levels are compared")
+def test_the_recorded_levels_are_those_of_torchvision(tmp_path):
+    record(tmp_path / "levels.npz")
+    made, recorded = np.load(tmp_path / "levels.npz"), np.load(RECORD)
+    for name in set(recorded.files) - {"made_by"}:
+        assert np.array_equal(made[name], recorded[name])
