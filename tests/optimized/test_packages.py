@@ -169,10 +169,10 @@ def drawn(T: int, K: int, dtype: torch.dtype = torch.bfloat16, row_lanes: int = 
     generator = torch.Generator().manual_seed(T * K)
     pages = -(-max(LENGTHS) // PAGE)
     table_BP = torch.randperm(len(LENGTHS) * pages, generator=generator).view(-1, pages).int()
-    pool = torch.full((table_BP.numel(), PAGE, row_lanes), float("nan"), dtype=dtype)[..., :L]
+    pool = torch.full((table_BP.numel(), PAGE, row_lanes), float("nan"), dtype=dtype, device=DEVICE)[..., :L]
     for request, length in enumerate(LENGTHS):
         for position in range(length):
-            drawn_L = torch.randn(L, generator=generator).to(dtype)
+            drawn_L = torch.randn(L, generator=generator).to(DEVICE, dtype)
             pool[table_BP[request, position // PAGE], position % PAGE] = drawn_L
     request_T = torch.arange(T).int() % len(LENGTHS)
     selected_TK = torch.full((T, K), -1, dtype=torch.int32)
