@@ -67,9 +67,9 @@ class EngineOptions:
     max_length: int | None = None
     limits: StepLimits = DEFAULT_LIMITS
     graphs: bool = False
-    recordings: int = MOST_RECORDINGS
     batch_invariant: bool = False
     packages: bool = True
+    recordings: int = MOST_RECORDINGS
     poison: bool = False
     disjoint_numbers: bool = False
 

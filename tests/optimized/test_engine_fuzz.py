@@ -110,13 +110,17 @@ class EngineMachine(RuleBasedStateMachine):
         limits=st.sampled_from(LIMITS),
         graphs=st.booleans(),
         batch_invariant=st.booleans(),
+        recordings=st.sampled_from([256, 2, 1]),
     )
-    def begin(self, kinds, drafts, depth, page_size, max_length, tokens, limits, graphs, batch_invariant) -> None:
+    def begin(
+        self, kinds, drafts, depth, page_size, max_length, tokens, limits, graphs, batch_invariant, recordings
+    ) -> None:
         config, text = model(kinds, drafts)
         pages = -(-tokens // page_size)
         options = EngineOptions(
-            pages, page_size, 2, depth, max_length, limits, graphs, batch_invariant, poison=True, disjoint_numbers=True
-        )
+            pages, page_size, 2, depth, max_length, limits, graphs, batch_invariant, recordings=recordings, poison=True,
+            disjoint_numbers=True,
+        )  # fmt: skip
         try:
             self.engine = made(config, text, options)
         except (NotSupportedError, PlanError):
