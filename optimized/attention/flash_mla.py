@@ -32,8 +32,8 @@ C_LANES, ROW_LANES = 512, 576
 HEADS = (64, 128)
 # Lists are padded to whole pairs of the package's tiles of 64 keys.
 KEYS_MULTIPLE = 128
-# Strides in elements that its copies of 16 bytes need.
-ALIGNED = 8
+# What its copies of 16 bytes need: strides in elements, addresses in bytes.
+ALIGNED, ALIGNED_BYTES = 8, 16
 # Of a list, what one step of the row kernel takes.
 LARGEST_BLOCK = 2048
 # Of 128 heads each; from here on it was faster with every number of keys.
@@ -119,14 +119,20 @@ def sparse_attention_package(
 
 
 def takes(q_THL: Tensor, pool: Tensor, C: int) -> bool:
-    """Whether FlashMLA computes this: bfloat16 at the released full geometry, pages one behind the other."""
+    """Whether FlashMLA computes this: bfloat16 at the released full geometry, pages one behind the other.
+
+    What no kernel computes is left to the own one, which refuses it by name.
+    """
     _, H, L = q_THL.shape
     return (
         q_THL.dtype == pool.dtype == torch.bfloat16
         and (C, L) == (C_LANES, ROW_LANES)
+        and pool.shape[-1] == L
         and H in HEADS
+        and q_THL.stride(-1) == pool.stride(-1) == 1
         and pool.stride(0) == pool.shape[1] * pool.stride(1)
         and all(stride % ALIGNED == 0 for stride in (*q_THL.stride()[:2], pool.stride(1)))
+        and (q_THL.data_ptr() | pool.data_ptr()) % ALIGNED_BYTES == 0
     )
 
 

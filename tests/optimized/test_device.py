@@ -7,7 +7,7 @@ from importlib import import_module
 
 import pytest
 
-from optimized.device import OPS, choose
+from optimized.device import OPS, PACKAGED, choose
 from optimized.errors import NotSupportedError
 
 
@@ -16,6 +16,9 @@ def test_a_kernel_and_its_twin_take_the_same(op: str) -> None:
     module, end = import_module(OPS[op]), "_" if op.endswith("_") else ""
     kernel, twin = (getattr(module, f"{op}{'' if end else '_'}{backend}{end}") for backend in ("triton", "torch"))
     assert inspect.signature(kernel) == inspect.signature(twin)
+    if op in PACKAGED:
+        package = getattr(import_module(PACKAGED[op].module), f"{op}_package")
+        assert inspect.signature(package) == inspect.signature(kernel)
 
 
 def test_what_is_asked_for_and_not_there_is_refused_by_name() -> None:

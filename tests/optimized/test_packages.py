@@ -217,6 +217,15 @@ def test_the_own_kernel_does_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sparse_attention_package(q_THL[:, :63], pool, *rest) == "own"
     assert sparse_attention_package(q_THL, pool[:, :-1], *rest) == "own"
     assert sparse_attention_package(q_THL, drawn(3, 5, row_lanes=L + 3)[1], *rest) == "own"
+    wide = drawn(3, 5, row_lanes=L + 8)[1]
+    longer = wide.as_strided((*wide.shape[:2], L + 8), wide.stride())
+    assert sparse_attention_package(q_THL, longer, *rest) == "own"
+    # One element behind where a copy may begin.
+    shifted = wide.as_strided(wide.shape, wide.stride(), 1)
+    assert sparse_attention_package(q_THL, shifted, *rest) == "own"
+    # Lanes that lie apart.
+    apart = q_THL.repeat_interleave(2, -1)[..., ::2]
+    assert sparse_attention_package(apart, pool, *rest) == "own"
 
 
 def wide_latents() -> NoteConfig:
