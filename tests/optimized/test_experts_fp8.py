@@ -1,5 +1,7 @@
 """8-bit experts: the quantization against its definition, the kernels against the scheme in float64, the layer."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from kernel_checks import DEVICE, assert_as_good_as_eager, check_against_twin
@@ -9,7 +11,8 @@ from optimized.device import choose
 from optimized.errors import KernelInputError, NotSupportedError
 from optimized.kernels import experts_fp8, fp8
 from optimized.kernels.common import HAS_TRITON
-from optimized.kernels.experts import sort_rows_torch
+from optimized.kernels.experts import rows_per_tile, sort_rows_torch
+from optimized.kernels.experts_fp8 import MOST_ROWS
 from optimized.moe import PackedExperts
 from optimized.moe_fp8 import Fp8Experts, fp8_moe, quantize_experts
 from optimized.vision import Routing
@@ -70,6 +73,12 @@ def test_rows_are_quantized_alike(T: int, D: int, dtype: torch.dtype) -> None:
     zeros, smallest = fp8.quantize_rows_triton(torch.zeros(1, 5, dtype=dtype, device=DEVICE))
     assert not zeros.float().any()
     assert smallest.item() == pytest.approx(1e-10 / 448)
+
+
+def widened(quantized: Fp8Experts) -> Fp8Experts:
+    """With the router in float64."""
+    router = {"router_weight_ED": quantized.router_weight_ED.double(), "bias_E": quantized.bias_E.double()}
+    return replace(quantized, **router)
 
 
 def inputs(T: int, E: int, K: int, D: int, F: int, tile_rows: int) -> tuple[Fp8Experts, Tensor, Tensor, object]:
@@ -135,22 +144,27 @@ def test_the_layer_is_the_scheme() -> None:
     outputs = [
         fp8_moe(x, quantized, routing, choose(DEVICE, backend))[0] for x, backend in ((x_TD, "triton"), (x_TD, "torch"))
     ]
-    wide = Fp8Experts(
-        quantized.router_weight_ED.double(), quantized.bias_E.double(), quantized.gate_up_EYX,
-        quantized.gate_up_scale_EGG, quantized.down_EXF, quantized.down_scale_EGG,
-    )  # fmt: skip
+    wide = widened(quantized)
     truth, observed = fp8_moe(x_TD.double(), wide, routing, choose(DEVICE, "torch"), observe=True)
     assert observed is not None
     assert_as_good_as_eager(*outputs, truth)
 
 
+@needs_triton
+def test_tiles_are_no_larger_than_there_are() -> None:
+    """As many rows for each expert as other experts stretch their tiles for."""
+    T, E, K = 140, 2, 2
+    assert rows_per_tile(T, K, E, torch.bfloat16) > MOST_ROWS
+    quantized, x_TD = quantize_experts(packed_experts(E, 80, 36)), normal(T, 80, seed=6)
+    out_TD, eager_TD = (fp8_moe(x_TD, quantized, Routing(K), choose(DEVICE, name))[0] for name in ("triton", "torch"))
+    wide = widened(quantized)
+    assert_as_good_as_eager(out_TD, eager_TD, fp8_moe(x_TD.double(), wide, Routing(K), choose(DEVICE, "torch"))[0])
+
+
 def test_sums_of_weights_divide() -> None:
     """Twice the scaling factor gives the same output: the division takes it out again."""
     quantized, x_TD = quantize_experts(packed_experts(5, 80, 36)), normal(12, 80, seed=6).double()
-    wide = Fp8Experts(
-        quantized.router_weight_ED.double(), quantized.bias_E.double(), quantized.gate_up_EYX,
-        quantized.gate_up_scale_EGG, quantized.down_EXF, quantized.down_scale_EGG,
-    )  # fmt: skip
+    wide = widened(quantized)
     once, twice = (fp8_moe(x_TD, wide, Routing(2, scaling), choose(DEVICE, "torch"))[0] for scaling in (1.0, 2.0))
     assert torch.allclose(once, twice, rtol=1e-12, atol=0)
 
