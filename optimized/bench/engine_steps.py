@@ -44,8 +44,8 @@ class EngineSteps:
 
     def generation(self, shape: GenerationShape) -> Generation:
         """From prompts of random tokens, through recorded steps and the draft layer, whose weights are there anyway."""
-        # Of the last round, tokens beyond those that were asked for, and drafts that are taken back.
-        length = shape.prompt + shape.tokens + 1 + 2 * shape.drafts
+        # Rounds go on until the slowest request is done: another one may have kept all drafts in each of them.
+        length = shape.prompt + (1 + shape.drafts) * (shape.tokens + 1)
         engine = self.engine_of(shape.requests, length, True, shape.drafts)
         prompts = {f"request {number}": self._token_ids(shape.prompt) for number in range(shape.requests)}
         run = EngineGeneration(engine, prompts, shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
+from contextlib import suppress
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
@@ -26,8 +27,9 @@ def obstacle() -> str | None:
 def this_machine() -> Machine:
     found = {name: installed for name in OPTIONAL_PACKAGES if (installed := _version(name))}
     if "transformers" in found:
-        # A folder on the path may stand before what is installed.
-        found["transformers"] = import_module("transformers").__version__
+        # A folder on the path may stand before what is installed. One that does not load costs no report.
+        with suppress(Exception):
+            found["transformers"] = import_module("transformers").__version__
     return Machine(
         card=torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         driver=_driver(),

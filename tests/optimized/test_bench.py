@@ -496,3 +496,12 @@ def test_this_machine_names_what_is_installed_and_what_is_not():
     assert machine.torch == torch.__version__
     assert set(machine.packages).isdisjoint(machine.missing)
     assert len(machine.packages) + len(machine.missing) == 6
+
+
+def test_a_package_that_does_not_load_costs_no_report(monkeypatch):
+    def broken(name: str) -> None:
+        raise ImportError(f"{name}: built for another torch")
+
+    monkeypatch.setattr("optimized.bench.machine._version", lambda name: "1.2")
+    monkeypatch.setattr("optimized.bench.machine.import_module", broken)
+    assert this_machine().packages["transformers"] == "1.2"
