@@ -143,9 +143,9 @@ class Engine:
     ) -> Engine:
         """Make pools beside weights that are packed already, in their dtype and on their device.
 
-        Raises: NotSupportedError for a backend that cannot run here, PoolError for pools that hold nothing, PlanError
-        for `recordings` below 1; with `batch_invariant`, NotSupportedError or PlanError if the one shape of all steps
-        exceeds the limits.
+        Raises: NotSupportedError for a backend that cannot run here, PoolError for pools that hold nothing; with
+        `graphs`, PlanError for `recordings` below 1; with `batch_invariant`, NotSupportedError or PlanError if the one
+        shape of all steps exceeds the limits.
         """
         options = options or EngineOptions()
         pools = CachePools(

@@ -6,8 +6,8 @@ replay are those of the step. Padding rows have position -1, no slot and no key;
 
 Uneven batches have many shapes. Some hundred recordings are kept; for a new one that which ran longest ago goes.
 
-Recordings share one memory pool. Their results stay where they are until the same shape runs again, so whoever keeps
-one copies it, in the same turn: a turn waits on the device for the one before it, on whatever stream that was.
+Recordings share one memory pool: a run may write where another shape's results lie. So whoever keeps a result copies it
+before the next run, in the same turn: a turn waits on the device for the one before it, on whatever stream that was.
 
 Where there are no CUDA graphs a recording is the function itself, called again: the same buffers, padding and order.
 Source: performance specification, section 6; cases C38, C39 and C41.
@@ -170,7 +170,7 @@ class Recorder(Generic[Output]):
     ) -> tuple[DeviceStep, StaticProbes, Output]:
         """Run `function` on the plan, from its recording if there is one. Plans of one key have one shape.
 
-        What it returns is overwritten by the next run of that key.
+        What it returns is good until the next run, of whichever key.
         """
         recording = self._recordings.pop(key, None)
         if recording is None:
