@@ -31,7 +31,7 @@ from reference.probe import is_observed, scoped
 
 Output = TypeVar("Output")
 
-# Even batches of up to 512 requests take 25 buckets of rows, each with several sizes of block table.
+# Even batches of up to 512 requests take 23 buckets of rows, each with several sizes of block table.
 MOST_RECORDINGS = 256
 # Powers of two, 24, and from 32 on four to an octave: padding costs bandwidth where rows route to experts.
 BUCKETS = (1, 2, 4, 8, 16, *range(24, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, 513, 64))
