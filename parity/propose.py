@@ -100,10 +100,11 @@ def _common_prefix(names: list[str]) -> str:
     prefixes: Counter[str] = Counter()
     for name in names:
         parts = name.split(".")
-        suffixes = (".".join(parts[first:]) for first in range(len(parts)))
-        prefixes[next((name.removesuffix(suffix) for suffix in suffixes if spec_of(suffix)), name)] += 1
+        suffix = next(filter(spec_of, (".".join(parts[first:]) for first in range(len(parts)))), None)
+        if suffix is not None:
+            prefixes[name.removesuffix(suffix)] += 1
     prefix, count = prefixes.most_common(1)[0] if prefixes else ("", 0)
-    return prefix if 2 * count >= len(names) else ""
+    return prefix if 2 * count >= len(names) and count > prefixes[""] else ""
 
 
 def _common_shift(found: Dict[str, list[_Explanation]]) -> int:

@@ -379,6 +379,18 @@ def test_the_mapping_is_found_through_bfloat16_rounding() -> None:
     assert {rule.layer_shift for rule in rules.values()} == {None}
 
 
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_name_that_is_not_the_schema_s_is_no_prefix(others: int) -> None:
+    """Also where it is the only one, or one of two."""
+    renamed = {"logits": "lm_head", "final_norm": "norm"}
+    kept = [*renamed][: 1 + others]
+    foreign = edited(recorded("p:a16"), lambda name, value: {renamed[name]: value} if name in kept else {})
+    proposal = propose_mapping(recorded("p:a16"), foreign)
+    assert proposal.prefix == ""
+    assert proposal.mapping is not None
+    assert {(rule.sources, rule.to) for rule in proposal.mapping.rules} == {((renamed[name],), name) for name in kept}
+
+
 def test_nothing_is_proposed_where_nothing_helps_or_nothing_is_wrong() -> None:
     assert propose_mapping(recorded(), recorded()).mapping is None
     assert propose_mapping(recorded("p:a16"), recorded("p:a16", torch.bfloat16)).mapping is None
