@@ -18,7 +18,6 @@ from typing import Literal
 import torch
 
 from parity.compare import compare, compare_exact
-from parity.errors import ParityError
 from parity.findings import ChoiceVerdict, Comparison, ProbeResult, View
 from parity.judge import Reference
 from parity.run import run_workload
@@ -26,7 +25,6 @@ from parity.runners import Runner
 from parity.shrink import smallest_failing
 from parity.trace import TraceRecorder
 from parity.workload import Case, Workload
-from reference.errors import NoteError
 
 Level = Literal["exact", "float32", "bfloat16"]
 LEVELS: tuple[Level, ...] = ("exact", "float32", "bfloat16")
@@ -73,7 +71,7 @@ class CheckReport:
     def first_different(self) -> Run | None:
         """The run to look at: the shortest workload of the first level that differs."""
         different = [run for run in self.runs if run.comparison.is_different]
-        return min(different, key=lambda run: (LEVELS.index(run.level), run.workload.tokens), default=None)
+        return min(different, key=_size, default=None)
 
     @property
     def compared(self) -> int:
@@ -84,6 +82,12 @@ class CheckReport:
         return tuple(
             _summary(level, runs) for level in LEVELS if (runs := [run for run in self.runs if run.level == level])
         )
+
+
+def _size(run: Run) -> tuple[int, int, int, str]:
+    """Of workloads with as many tokens, the one that does less with them, as one that was shrunk, comes first."""
+    line = run.workload.text()
+    return LEVELS.index(run.level), run.workload.tokens, len(line), line
 
 
 def check(
@@ -142,8 +146,8 @@ def _smallest(
         smaller.append(Run(run.level, workload, found))
         return True
 
-    # A port that fails otherwise on a smaller one leaves the last that differed.
-    with suppress(NoteError, ParityError):
+    # A port that fails otherwise on a smaller one, with whatever error, leaves what was found before.
+    with suppress(Exception):
         smallest_failing(run.workload, differs, lambda: time.monotonic() < end)
     return smaller[-1:]
 

@@ -11,13 +11,16 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from importlib import metadata
+from itertools import chain, repeat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+import parity.check
 import parity.oracle_check
 import parity.runners.transformers
 from parity.check import LEVELS
@@ -97,6 +100,13 @@ def test_a_planted_difference_exits_with_1_and_is_named(monkeypatch: pytest.Monk
     assert repeated.stdout == result.stdout
 
 
+@pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check took 100 s by its clock, which then stands still: the search for smaller workloads ends by itself."""
+    monkeypatch.setattr(parity.check, "time", SimpleNamespace(monotonic=chain([0.0], repeat(100.0)).__next__))
+
+
+@pytest.mark.usefixtures("unhurried")
 def test_c74_the_smallest_workload_of_a_sweep_that_differs_is_what_is_repeated(
     monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
@@ -110,6 +120,26 @@ def test_c74_the_smallest_workload_of_a_sweep_that_differs_is_what_is_repeated(
     repeated = CliRunner().invoke(app, again[1:])
     assert repeated.exit_code == EXIT_DISAGREES
     assert first_line(repeated).split()[:4] == first_line(result).split()[:4]
+
+
+class FailsOnLess(WrongTheta):
+    def step(self, items: Any) -> Any:
+        if sum(len(item.token_ids) for item in items) < 9:
+            raise RuntimeError("of the port's own making")
+        return super().step(items)
+
+
+@pytest.mark.usefixtures("unhurried")
+@pytest.mark.parametrize(("port", "line"), [(WrongTheta, "p:a2"), (FailsOnLess, "p:a9")])
+def test_what_was_found_on_the_way_to_the_smallest_stays(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, port: type, line: str
+) -> None:
+    """Also if no more was left out than what computes nothing, and if the port raises on the next one."""
+    monkeypatch.setattr(parity.oracle_check, "TransformersRunner", port)
+    monkeypatch.setattr(parity.oracle_check, "boundary_workloads", lambda text: (Workload.parse("p:a9 t:a1"),))
+    result = check(str(folder), "--level", "exact")
+    assert result.exit_code == EXIT_DISAGREES, result.output
+    assert f"--level exact --workload {line} --workload-seed 0" in line_that_starts(result, "again:")
 
 
 def test_a_layout_that_the_optimized_implementation_lacks_is_no_agreement(tmp_path: Path) -> None:
