@@ -101,8 +101,8 @@ class Findings:
 class Judge:
     """Judges a candidate's trace. With `draws` = 0 nothing is rounded on either side, and the limit is a constant.
 
-    In memory: the truth in float64 and every draw, about 12 times a candidate in bfloat16 for 8 draws; the candidate's
-    own tables one at a time, and beside them a few times the largest.
+    In memory: the truth in float64 and every draw, about 12 times a candidate in bfloat16 for 8 draws, 16 times where a
+    hidden choice is unclear; the candidate's own tables one at a time, and beside them a few times the largest.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Judge:
         self._limits: dict[tuple[str, str], tuple[torch.Tensor, torch.Tensor]] = {}
         self._hidden = HiddenChoices(candidate, view, workload, self._floor) if draws else None
         self._settled = self._hidden.settled(self.truth) if self._hidden else None
-        self._exchanged = self._run_with_exchanges(reference) if self._hidden else None
+        self._exchanged = self._run_with_exchanges(exact) if self._hidden else None
         # By name and request: the action that computed each row.
         self._actions: dict[tuple[str, str], dict[tuple[int, int], int]] = {}
         # The rows that are different from the reference without a fault.
@@ -199,14 +199,14 @@ class Judge:
             self._actions[table] = actions_of(self.truth, *table)
         return self._actions[table].get((place.position, place.occurrence), len(self.workload.actions))
 
-    def _run_with_exchanges(self, reference: Reference) -> Trace | None:
+    def _run_with_exchanges(self, exact: ReferenceRunner) -> Trace | None:
         """The truth with every hidden choice exchanged that rounding can change; None if there is none."""
         assert self._hidden is not None
         choices = self._hidden.exchanged(self.truth)
         if choices is None:
             return None
         replay = ChoiceReplay(Trace([*self.candidate.entries(), *choices.entries()]))
-        return run_in_view(reference(torch.float64), self.candidate, self.workload, self.view, replay)
+        return run_in_view(exact, self.candidate, self.workload, self.view, replay)
 
     def _parts(self, name: str, truth: Trace, settled: SettledRows | None) -> list[_Part]:
         """All requests of one name, of the settled rows only; one pair of tensors is loaded at a time."""

@@ -7,6 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from parity.judge import Judge
+from parity.run import traced
+from parity.runners.reference import ReferenceRunner
+from parity.tolerance import DRAWS, FALSE_ALARM_RATE
+from parity.workload import Workload
+from reference.checkpoint import synthetic_tensors
+from reference.config import tiny
 
 WRITE = """
 import sys
@@ -107,6 +116,22 @@ def test_comparing_takes_little_memory(tmp_path: Path, layers: int, rows: int, w
     assert int(compared) == layers
     assert first == f"layers.{layers - 2}.output"
     assert int(peak) < (limit or int(before) + layers * rows * width * 2)
+
+
+def test_a_judge_builds_each_model_once() -> None:
+    """Also where hidden choices are unclear, which takes another run of the truth: no second model lies beside it."""
+    weights = dict(synthetic_tensors(tiny()))
+    workload = Workload.parse("p:a20")
+    port = traced(ReferenceRunner(tiny(), weights, torch.bfloat16), workload, patterns=("logits",))
+    built = []
+
+    def reference(dtype: torch.dtype) -> ReferenceRunner:
+        built.append(dtype)
+        return ReferenceRunner(tiny(), weights, dtype)
+
+    judge = Judge(reference, port, torch.bfloat16, workload, "cascade", DRAWS, FALSE_ALARM_RATE)
+    assert judge._exchanged is not None
+    assert built == [torch.float64, torch.bfloat16]
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
