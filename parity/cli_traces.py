@@ -54,15 +54,16 @@ def golden(
 ) -> None:
     """Record truths, noise floors and margins of a checkpoint, layer by layer; an interrupted export goes on."""
     from parity.clear_tokens import clear_workload
-    from parity.golden import make_golden
+    from parity.golden import make_golden, require_exportable
     from parity.report.terminal import progress_lines
     from parity.workload import Workload
 
-    run = Workload.parse(workload, seed)
+    run, names = Workload.parse(workload, seed), tuple(name or ("*",))
     with progress_lines() as progress:
         if clear_of_ties:
+            require_exportable(checkpoint, target, run, names=names)
             run = clear_workload(checkpoint, run, progress)
-        made = make_golden(checkpoint, target, run, names=tuple(name or ("*",)), progress=progress)
+        made = make_golden(checkpoint, target, run, names=names, progress=progress)
     typer.echo(f"wrote {target}: {len(made.names())} tensors")
 
 

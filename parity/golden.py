@@ -75,9 +75,7 @@ def make_golden(
     """
     target = Path(target)
     numerics = numerics or Numerics()
-    folder = CheckpointFolder.open(checkpoint, numerics, ("language", "mtp"))
-    workload.require_fits(folder.config.text.max_position_embeddings)
-    _require_matches(names, folder.config.text.num_hidden_layers, max_draft_tokens)
+    folder = require_exportable(checkpoint, target, workload, numerics, names, max_draft_tokens)
     record = GoldenRecord(
         config=folder.config.to_json(),
         numerics=dataclasses.asdict(numerics),
@@ -94,8 +92,6 @@ def make_golden(
         weights=_weights_record(folder, synthetic_seed),
         producers=_producers(),
     )
-    if target.exists():
-        raise GoldenError(f"{target}: exists already; export to another folder or remove it")
     export = _Export(target.with_name(target.name + PARTIAL), record)
     streamed = StreamedRun(folder, workload, dtype, draws, numerics, max_draft_tokens)
     export.resume(streamed.runs)
@@ -108,6 +104,26 @@ def make_golden(
     progress("hash of the checkpoint's files")
     export.complete(target, sha256_of_files(folder.path / name for name in folder.files))
     return Golden.open(target)
+
+
+def require_exportable(
+    checkpoint: str | Path,
+    target: Path,
+    workload: Workload,
+    numerics: Numerics | None = None,
+    names: Sequence[str] = ("*",),
+    max_draft_tokens: int = 4,
+) -> CheckpointFolder:
+    """The checkpoint's folder, if nothing that is known before the work speaks against an export.
+
+    Raises: as `make_golden`.
+    """
+    folder = CheckpointFolder.open(checkpoint, numerics or Numerics(), ("language", "mtp"))
+    workload.require_fits(folder.config.text.max_position_embeddings)
+    _require_matches(names, folder.config.text.num_hidden_layers, max_draft_tokens)
+    if target.exists():
+        raise GoldenError(f"{target}: exists already; export to another folder or remove it")
+    return folder
 
 
 def _require_matches(globs: Sequence[str], layers: int, draft_steps: int) -> None:

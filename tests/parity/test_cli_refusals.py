@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from parity import clear_tokens
 from parity.cli import app
 from parity.exit_codes import EXIT_AGREES, EXIT_COULD_NOT_RUN, EXIT_UNUSABLE
 from reference.checkpoint import write_synthetic
@@ -69,6 +70,18 @@ def test_a_request_longer_than_the_model_takes_is_refused(
     target = [str(tmp_path / "golden")] if command == ["golden"] else []
     line = refusal(*command, str(text_folder), *target, "--workload", workload)
     assert "4,097 tokens then; the model takes 4,096 (max_position_embeddings)" in line
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"), [([], "exists already"), (["--name", "layers.9.output"], "layers.9.output")]
+)
+def test_a_golden_that_cannot_be_made_is_refused_before_its_tokens_are_chosen(
+    text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], reason: str
+):
+    monkeypatch.setattr(clear_tokens, "load_text_model", None)
+    target = tmp_path if not options else tmp_path / "golden"
+    line = refusal("golden", str(text_folder), str(target), "--workload", "p:a3", "--clear-of-ties", *options)
+    assert reason in line
 
 
 def test_what_the_system_refuses_is_one_line(text_folder: Path, tmp_path: Path):
