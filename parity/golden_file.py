@@ -299,10 +299,9 @@ def sha256_of(path: Path) -> str:
 def _read_record(folder: Path) -> GoldenRecord:
     path = folder / GOLDEN_FILE
     if not path.is_file():
-        shipped = ", ".join(sorted(entry.name for entry in SHIPPED.iterdir()))
         raise GoldenError(
             f"{folder}: has no {GOLDEN_FILE}, which is written last: an export that was interrupted, or not a golden; "
-            f"name a golden's folder, or one that ships ({shipped})"
+            f"name a golden's folder, or one that ships ({', '.join(shipped_names())})"
         )
     try:
         content = path.read_bytes()

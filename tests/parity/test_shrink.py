@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,8 +42,9 @@ def test_what_is_needed_stays_and_all_else_goes() -> None:
 
 
 def test_the_seed_and_chosen_tokens_stay() -> None:
-    found = smallest_failing(Workload.parse("p:a9 d:a", 7), lambda workload: workload.tokens >= 3)
-    assert (found.text(), found.seed) == ("p:a3", 7)
+    workload = replace(Workload.parse("p:a9 d:a", 7), chosen={("a", 0, 0): 5})
+    found = smallest_failing(workload, lambda workload: workload.tokens >= 3)
+    assert (found.text(), found.seed, found.chosen) == ("p:a3", 7, {("a", 0, 0): 5})
 
 
 def test_nothing_is_run_twice_or_behind_the_end() -> None:
