@@ -46,15 +46,16 @@ class HiddenChoices:
         return SettledRows(unclear, self._families, self._is_cut)
 
     def exchanged(self, truth: Trace) -> Trace | None:
-        """The choices that the candidate hides, each unclear one with the first one left out for the last chosen.
+        """The tables of choices of which the candidate hides rows; in those that are unclear, the first one left out
+        for the last chosen. None if all are clear.
 
-        None if all are clear.
+        `truth` ran with the choices that the candidate shows: the rows that it does not hide are the candidate's.
         """
         hidden = [
             (name, request)
             for name in filter(decided_by, truth.names())
             for request in truth.requests(name)
-            if not self._candidate.has(name, request)
+            if self._hidden_rows(truth, name, request)
         ]
         unclear = {place for name in dict(hidden) for place in self._unclear(truth, name)}
         entries = []
@@ -71,7 +72,8 @@ class HiddenChoices:
     def _unclear(self, truth: Trace, name: str) -> Iterable[Unclear]:
         scores_name = str(decided_by(name))
         for request in truth.requests(name):
-            if self._candidate.has(name, request):
+            hidden = self._hidden_rows(truth, name, request)
+            if not hidden:
                 continue
             scores = truth.table(scores_name, request)
             # A shorter run has computed the first rows of what the floor was measured on.
@@ -79,7 +81,13 @@ class HiddenChoices:
             values = ValueTable(scores.keys, scores.values.to(torch.float64), Floor(noise, 0.0))
             table = with_margins(scores.keys, truth.table(name, request).values, values)
             for row in (table.margins < CLEAR_MARGIN * table.margin_noises).nonzero().flatten().tolist():
-                yield name, request, *scores.keys[row]
+                if scores.keys[row] in hidden:
+                    yield name, request, *scores.keys[row]
+
+    def _hidden_rows(self, truth: Trace, name: str, request: str) -> set[RowKey]:
+        """A candidate may show the choices of some steps alone."""
+        shown = self._candidate.keys(name, request) if self._candidate.has(name, request) else ()
+        return {*truth.keys(name, request)} - {*shown}
 
     def _is_cut(self, layer: int, request: str) -> bool:
         """Whether what follows the layer is computed from what the candidate recorded behind it."""

@@ -205,7 +205,8 @@ class Judge:
         choices = self._hidden.exchanged(self.truth)
         if choices is None:
             return None
-        replay = ChoiceReplay(Trace([*self.candidate.entries(), *choices.entries()]))
+        shown = [entry for entry in self.candidate.entries() if not choices.has(entry.name, entry.request)]
+        replay = ChoiceReplay(Trace([*shown, *choices.entries()]))
         return run_in_view(exact, self.candidate, self.workload, self.view, replay)
 
     def _parts(self, name: str, truth: Trace, settled: SettledRows | None) -> list[_Part]:

@@ -6,6 +6,7 @@ The same limits that detect the faults, in every view and at every level of dump
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,9 +20,9 @@ from parity.findings import View
 from parity.plain_steps import plain_steps
 from parity.run import traced
 from parity.runners.reference import ReferenceRunner
-from parity.schema import pattern_of
+from parity.schema import decided_by, pattern_of
 from parity.strategies import workloads
-from parity.trace import Trace
+from parity.trace import InMemory, Trace
 from parity.workload import Draft, Truncate, Workload
 from reference.checkpoint import synthetic_tensors
 from reference.config import tiny
@@ -74,12 +75,20 @@ def test_rounding_is_never_called_different(shard: int) -> None:
     sweep()
 
 
-def test_a_hidden_choice_that_no_draw_exchanges_is_none() -> None:
+@pytest.mark.parametrize("shown", ["", "ab", "abc"], ids=["hidden", "hidden of c", "hidden in a row of c"])
+def test_a_hidden_choice_that_no_draw_exchanges_is_none(shown: str) -> None:
     """A row of `c` has two experts closer than the noise of their scores, and all draws happen to agree on one."""
     control = next(control for control in CONTROLS if control.id == "transformers_rounding")
     workload = Workload.parse("p:a12+b v:a3+p:c2+p:b t:a1 t:a1", seed=1)
     recorded = traced(ReferenceRunner(CONFIG, WEIGHTS, torch.bfloat16, faults=(control,)), workload)
-    port = Trace([entry for entry in recorded.entries() if LEVELS["layer outputs"](entry.name)])
+    entries = [entry for entry in recorded.entries() if LEVELS["layer outputs"](entry.name)]
+    for entry in recorded.entries():
+        if decided_by(entry.name) and entry.request in shown:
+            # Of `c`, position 0 alone.
+            count = 1 if entry.request == "c" else len(entry.positions)
+            rows = InMemory(entry.source.load()[:count])
+            entries.append(replace(entry, positions=entry.positions[:count], source=rows))
+    port = Trace(entries)
     comparison = compare(reference, port, torch.bfloat16, workload, views=("pinpoint",))
     assert not comparison.is_different, comparison.first
 
