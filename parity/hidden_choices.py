@@ -45,29 +45,31 @@ class HiddenChoices:
         unclear = [place for name in truth.names() if decided_by(name) for place in self._unclear(truth, name)]
         return SettledRows(unclear, self._families, self._is_cut)
 
-    def exchanged(self, truth: Trace) -> Trace | None:
+    def exchanged(self, truth: Trace, settled: SettledRows) -> Trace | None:
         """The tables of choices of which the candidate hides rows; in those that are unclear, the first one left out
         for the last chosen. None if all are clear.
 
         `truth` ran with the choices that the candidate shows: the rows that it does not hide are the candidate's.
+        `settled`: what `settled` says of it.
         """
+        if not settled.unclear:
+            return None
         hidden = [
             (name, request)
             for name in filter(decided_by, truth.names())
             for request in truth.requests(name)
             if self._hidden_rows(truth, name, request)
         ]
-        unclear = {place for name in dict(hidden) for place in self._unclear(truth, name)}
         entries = []
         for name, request in hidden:
             table, scores = truth.table(name, request), truth.table(str(decided_by(name)), request).values
             choices = table.values.clone()
             for row, key in enumerate(table.keys):
-                if (name, request, *key) in unclear:
+                if (name, request, *key) in settled.unclear:
                     choices[row] = _next_best(choices[row], scores[row])
             positions = [position for position, _ in table.keys]
             entries.append(Entry(name, request, 0, "prefill", positions, InMemory(choices)))
-        return Trace(entries) if unclear else None
+        return Trace(entries)
 
     def _unclear(self, truth: Trace, name: str) -> Iterable[Unclear]:
         scores_name = str(decided_by(name))
@@ -99,6 +101,7 @@ class SettledRows:
     """`is_cut(layer, request)`: later layers are computed from recorded values, and hide no choice of this one."""
 
     def __init__(self, unclear: Sequence[Unclear], families: dict[str, set[str]], is_cut: Callable[[int, str], bool]):
+        self.unclear = frozenset(unclear)
         self._in_layer: dict[int, list[Unclear]] = {}
         # For each request and layer, the first position at which what enters the next layer is unsettled.
         self._first: dict[str, dict[int, int]] = {}

@@ -202,7 +202,8 @@ class Judge:
     def _run_with_exchanges(self, exact: ReferenceRunner) -> Trace | None:
         """The truth with every hidden choice exchanged that rounding can change; None if there is none."""
         assert self._hidden is not None
-        choices = self._hidden.exchanged(self.truth)
+        assert self._settled is not None
+        choices = self._hidden.exchanged(self.truth, self._settled)
         if choices is None:
             return None
         shown = [entry for entry in self.candidate.entries() if not choices.has(entry.name, entry.request)]

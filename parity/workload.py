@@ -109,40 +109,25 @@ class Workload:
                     raise WorkloadError(
                         f"{_action_text(action)!r}: a step has each request once, with at least one token"
                     )
-                for request, count, _ in action.items:
-                    lengths[request] = lengths.get(request, 0) + count
-                continue
-            if action.request not in lengths:
+            elif action.request not in lengths:
                 raise WorkloadError(f"{_action_text(action)!r}: there is no request {action.request!r} at this point")
-            if isinstance(action, Truncate):
-                lengths[action.request] -= action.count
-                if lengths[action.request] < 1:
-                    raise WorkloadError(f"{_action_text(action)!r}: takes back more tokens than there are, or all")
-            elif isinstance(action, Fork):
-                if action.new in lengths:
-                    raise WorkloadError(f"{_action_text(action)!r}: request {action.new!r} exists already")
-                lengths[action.new] = lengths[action.request]
-            elif isinstance(action, Free):
-                del lengths[action.request]
+            elif isinstance(action, Fork) and action.new in lengths:
+                raise WorkloadError(f"{_action_text(action)!r}: request {action.new!r} exists already")
+            _act(action, lengths)
+            if isinstance(action, Truncate) and lengths[action.request] < 1:
+                raise WorkloadError(f"{_action_text(action)!r}: takes back more tokens than there are, or all")
 
     def require_fits(self, context: int) -> None:
         """Raises: WorkloadError for a request that is longer, at any time, than the `context` tokens of the model."""
         lengths: dict[str, int] = {}
         for action in self.actions:
-            if isinstance(action, Step):
-                for request, count, _ in action.items:
-                    lengths[request] = lengths.get(request, 0) + count
-                    if lengths[request] > context:
-                        raise WorkloadError(
-                            f"{_action_text(action)!r}: request {request} has {lengths[request]:,} tokens then; the "
-                            f"model takes {context:,} (max_position_embeddings)"
-                        )
-            elif isinstance(action, Truncate):
-                lengths[action.request] -= action.count
-            elif isinstance(action, Fork):
-                lengths[action.new] = lengths[action.request]
-            elif isinstance(action, Free):
-                del lengths[action.request]
+            _act(action, lengths)
+            for request, length in lengths.items():
+                if length > context:
+                    raise WorkloadError(
+                        f"{_action_text(action)!r}: request {request} has {length:,} tokens then; the model takes "
+                        f"{context:,} (max_position_embeddings)"
+                    )
 
     @property
     def tokens(self) -> int:
@@ -188,6 +173,19 @@ def _parse_action(word: str) -> Action:
     if verb == "f":
         return Fork(match.group(5), match.group(6))
     return Free(match.group(8))
+
+
+def _act(action: Action, lengths: dict[str, int]) -> None:
+    """Bring the lengths of the requests up to date."""
+    if isinstance(action, Step):
+        for request, count, _ in action.items:
+            lengths[request] = lengths.get(request, 0) + count
+    elif isinstance(action, Truncate):
+        lengths[action.request] -= action.count
+    elif isinstance(action, Fork):
+        lengths[action.new] = lengths[action.request]
+    elif isinstance(action, Free):
+        del lengths[action.request]
 
 
 def _action_text(action: Action) -> str:
