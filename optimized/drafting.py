@@ -25,7 +25,7 @@ from optimized.runner import DraftOutput, Runner
 from optimized.step import PlanItem
 from reference.session import DraftItem
 
-# B requests  T rows  D model  W vocabulary
+# B requests  T rows  S draft steps  D model  W vocabulary
 
 
 @dataclass
@@ -44,6 +44,11 @@ class _Drafted:
     hidden_BD: Tensor
     logits_BW: Tensor
     chosen_B: Tensor
+
+    def logits_of(self, requests: Sequence[str]) -> Tensor:
+        """[B, W] of some of the requests, in their order here."""
+        wanted = set(requests)
+        return _rows_of(self.logits_BW, [row for row, request in enumerate(self.order) if request in wanted])
 
 
 class Drafting:
@@ -67,16 +72,17 @@ class Drafting:
 
     def logits(self) -> dict[str, Tensor]:
         """[depth, W] of each request."""
-        found: dict[str, list[Tensor]] = {request: [] for request in self._items}
-        drafted = self._history()
-        for number in range(max(item.depth for item in self._items.values())):
-            live = [request for request in drafted.order if self._items[request].depth > number]
-            if number:
-                drafted = self._further(number, live, drafted)
-            for row, request in enumerate(drafted.order):
-                if self._items[request].depth > number:
-                    found[request].append(drafted.logits_BW[row])
-        return {request: torch.stack(rows) for request, rows in found.items()}
+        depths = {request: item.depth for request, item in self._items.items()}
+        steps = [self._history()]
+        for number in range(1, max(depths.values())):
+            live = [request for request in steps[-1].order if depths[request] > number]
+            steps.append(self._further(number, live, steps[-1]))
+        found: dict[str, Tensor] = {}
+        for depth in set(depths.values()):
+            requests = [request for request in steps[0].order if depths[request] == depth]
+            logits_BSW = torch.stack([step.logits_of(requests) for step in steps[:depth]], dim=1)
+            found.update(zip(requests, logits_BSW, strict=True))
+        return {request: found[request] for request in depths}
 
     def _history(self) -> _Drafted:
         planned = []

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
+from optimized.plan_spans import padded
 from optimized.step import Draws
 from reference.sampling import Sampling, contest, signed
 
@@ -29,12 +30,11 @@ def plan_draws(
     Padded to `chosen_rows` greedy rows, and `step_rows` rows with a token of their own.
     """
     temperature_R = np.array([sampling.temperature for sampling in samplings], np.float64)
-    padding = (0, max(0, chosen_rows - len(positions)))
     return Draws(
-        position_T=np.pad(np.array(positions, np.int64), padding),
-        seed_T=np.pad(np.array([signed(sampling.seed) for sampling in samplings], np.int64), padding),
-        temperature_T=np.pad(temperature_R.view(np.int64), padding),
-        source_T=np.pad(np.array(sources, np.int32), (0, max(0, step_rows - len(sources))), constant_values=-1),
+        position_T=padded(positions, chosen_rows, np.int64),
+        seed_T=padded([signed(sampling.seed) for sampling in samplings], chosen_rows, np.int64),
+        temperature_T=padded(temperature_R.view(np.int64), chosen_rows, np.int64),
+        source_T=padded(sources, step_rows, np.int32, -1),
     )
 
 

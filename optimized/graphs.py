@@ -176,7 +176,7 @@ class Recorder(Generic[Output]):
         if recording is None:
             recording = self._recorded(plan, function)
         else:
-            self._uploader.upload(plan, recording.metadata)
+            self._uploader.send(plan, recording.metadata)
         # The last to have run is the last in order. One goes behind the new one: the pool needs a graph to live.
         self._recordings[key] = recording
         if len(self._recordings) > self._most:

@@ -20,7 +20,7 @@ class HiddenRows:
 
     def __init__(self, first: int = 0, pieces: tuple[Tensor, ...] = (), stop: int | None = None):
         self.first = first
-        self.stop = first + sum(map(len, pieces)) if stop is None else stop
+        self.stop = first + sum(piece.shape[0] for piece in pieces) if stop is None else stop
         self._pieces = pieces
 
     def __len__(self) -> int:
@@ -33,12 +33,13 @@ class HiddenRows:
         """The rows from `first` to before `stop` that are here; the next one to be appended is `stop`."""
         if first <= self.first and stop >= self.stop:
             return self
-        kept, position = [], self.first
+        kept, end = [], self.first
         for piece in self._pieces:
-            inside = piece[max(0, first - position) : max(0, stop - position)]
-            if len(inside):
-                kept.append(_released(inside))
-            position += len(piece)
+            start, end = end, end + piece.shape[0]
+            if first <= start and end <= stop:
+                kept.append(piece)
+            elif start < stop and first < end:
+                kept.append(_released(piece[max(0, first - start) : stop - start]))
         return HiddenRows(min(stop, max(self.first, first)), tuple(kept))
 
     def joined(self) -> Tensor:

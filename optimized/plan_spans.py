@@ -85,6 +85,13 @@ def starts(sizes: Iterable[int]) -> np.ndarray:
     return np.cumsum([0, *sizes], dtype=np.int32)
 
 
+def padded(values: Sequence[int] | np.ndarray, size: int, dtype: type, fill: int = 0) -> np.ndarray:
+    """`values`, and behind them as often `fill` as it takes to be `size`. (np.pad takes ten times as long.)"""
+    array: np.ndarray = np.full(max(size, len(values)), fill, dtype)
+    array[: len(values)] = values
+    return array
+
+
 def key_group(spans: Sequence[Span], first_keys: Sequence[int], sources: Sequence[np.ndarray]) -> KeyGroup[np.ndarray]:
     """The group of consecutive spans whose key rows come from `sources`, the first from position `first_keys`."""
     return KeyGroup(

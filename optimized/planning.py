@@ -19,7 +19,7 @@ from optimized.cache import CachePools
 from optimized.errors import PlanError
 from optimized.plan_pages import PagePlanner, paged_rows
 from optimized.plan_rings import draft_track, longest_chunk, ring_rows, text_track, window_groups
-from optimized.plan_spans import Span, StepLimits, Track
+from optimized.plan_spans import Span, StepLimits, Track, padded
 from optimized.step import PagedRows, PlanItem, RingRows, Step, StepPlan
 
 # T rows of the step  B requests  B1 = B + 1
@@ -172,8 +172,7 @@ def _row_positions(spans: Sequence[Span], rows: int) -> tuple[np.ndarray, np.nda
     request_T = np.repeat(np.arange(len(spans)), counts)
     offsets_B = np.array([span.start - span.first_row for span in spans], np.int64)
     positions_T = np.arange(len(request_T)) + offsets_B[request_T]
-    padding = max(0, rows - len(request_T))
-    return np.pad(request_T, (0, padding)), np.pad(positions_T, (0, padding), constant_values=-1)
+    return padded(request_T, rows, np.int64), padded(positions_T, rows, np.int64, -1)
 
 
 def _step(
@@ -188,7 +187,6 @@ def _step(
     row_starts = (0, *(span.stop_row for span in spans))
     token_ids_T = np.zeros(len(positions_T), np.int64)
     token_ids_T[: row_starts[-1]] = np.fromiter(chain.from_iterable(span.item.token_ids for span in spans), np.int64)
-    padding = (0, requests - len(spans))
     return Step(
         items=tuple(span.item for span in spans),
         row_starts=row_starts,
@@ -196,8 +194,8 @@ def _step(
         token_ids_T=token_ids_T,
         positions_T=positions_T.astype(np.int32),
         request_T=request_T.astype(np.int32),
-        query_start_B1=np.pad(np.array(row_starts, np.int32), padding, mode="edge"),
-        length_B=np.pad(np.array([span.length for span in spans], np.int32), padding),
+        query_start_B1=padded(row_starts, requests + 1, np.int32, row_starts[-1]),
+        length_B=padded([span.length for span in spans], requests, np.int32),
         pages=pages,
         ring=ring,
     )

@@ -12,7 +12,7 @@ Source: text_model specification, sections 13, 15 and 16.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
@@ -163,7 +163,10 @@ class Step(Generic[Array]):
 StepPlan: TypeAlias = Step[np.ndarray]
 DeviceStep: TypeAlias = Step[Tensor]
 
-_PARTS = (Step, PagedRows, RingRows, FullGroup, KeyGroup, RowBlock, Draws)
+_FIELDS = {
+    part: tuple(field.name for field in dataclasses.fields(part))
+    for part in (Step, PagedRows, RingRows, FullGroup, KeyGroup, RowBlock, Draws)
+}
 # Views start at multiples of this, so that kernels see the same alignment in every step.
 ALIGNMENT = 16
 
@@ -172,24 +175,32 @@ def map_arrays(part: Any, function: Callable[[Any], Any]) -> Any:
     """`part` with every array replaced by `function` of it, in the order of the fields."""
     if isinstance(part, np.ndarray | Tensor):
         return function(part)
-    if isinstance(part, tuple) and part and isinstance(part[0], _PARTS):
+    if fields := _FIELDS.get(type(part)):
+        return type(part)(*(map_arrays(getattr(part, name), function) for name in fields))
+    if isinstance(part, tuple) and part and type(part[0]) in _FIELDS:
         return tuple(map_arrays(each, function) for each in part)
-    if not isinstance(part, _PARTS):
-        return part
-    fields = {field.name: map_arrays(getattr(part, field.name), function) for field in dataclasses.fields(part)}
-    return type(part)(**fields)
+    return part
+
+
+def arrays_of(part: Any) -> Iterator[Any]:
+    """Every array of `part`, in the order of `map_arrays`."""
+    if isinstance(part, np.ndarray | Tensor):
+        yield part
+    elif fields := _FIELDS.get(type(part)):
+        for name in fields:
+            yield from arrays_of(getattr(part, name))
+    elif isinstance(part, tuple) and part and type(part[0]) in _FIELDS:
+        for each in part:
+            yield from arrays_of(each)
 
 
 def upload_bytes(plan: StepPlan) -> int:
     """Size of the packed arrays; equal for plans whose arrays have equal shapes, as are the places in it."""
-    size = 0
+    return sum(_packed_bytes(array) for array in arrays_of(plan))
 
-    def add(array: np.ndarray) -> None:
-        nonlocal size
-        size += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
 
-    map_arrays(plan, add)
-    return size
+def _packed_bytes(array: np.ndarray) -> int:
+    return -(-array.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class Uploader:
@@ -211,30 +222,37 @@ class Uploader:
         The tensors are views of a new buffer, or of `out` (uint8, `upload_bytes` or more): the same views for every
         plan with arrays of the same shapes, so a captured graph can read them. Raises: PlanError if `out` is too small.
         """
-        size = upload_bytes(plan)
         if out is None:
-            out = torch.empty(size, dtype=torch.uint8, device=self.device)
-        elif len(out) < size:
-            raise PlanError(f"the step's metadata takes {size} bytes; the buffer passed in has {len(out)}")
-        host = self._host_buffer(size)
-        host_bytes, start = host.numpy(), 0
+            out = torch.empty(upload_bytes(plan), dtype=torch.uint8, device=self.device)
+        self.send(plan, out)
+        start = 0
 
-        def pack(array: np.ndarray) -> Tensor:
+        def view(array: np.ndarray) -> Tensor:
             nonlocal start
             first, end = start, start + array.nbytes
-            start += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
-            host_bytes[first:end].view(array.dtype)[:] = array.reshape(-1)
+            start += _packed_bytes(array)
             dtype = torch.int64 if array.dtype == np.int64 else torch.int32
             return out[first:end].view(dtype).view(array.shape)
 
-        step = map_arrays(plan, pack)
+        return map_arrays(plan, view)
+
+    def send(self, plan: StepPlan, out: Tensor) -> None:
+        """As `upload`, for whoever has the views of `out` already."""
+        arrays = [*arrays_of(plan)]
+        size = sum(map(_packed_bytes, arrays))
+        if len(out) < size:
+            raise PlanError(f"the step's metadata takes {size} bytes; the buffer passed in has {len(out)}")
+        host = self._host_buffer(size)
+        host_bytes, start = host.numpy(), 0
+        for array in arrays:
+            host_bytes[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+            start += _packed_bytes(array)
         out[:size].copy_(host[:size], non_blocking=True)
         if self._is_cuda:
             copied = torch.cuda.Event()
             copied.record()
             self._copied[self._next] = copied
         self._next = (self._next + 1) % len(self.host_buffers)
-        return step
 
     def _host_buffer(self, size: int) -> Tensor:
         copied = self._copied[self._next]
