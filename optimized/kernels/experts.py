@@ -52,7 +52,7 @@ from optimized.kernels.experts_wide import (
 )
 from optimized.kernels.parts import weighted_parts
 from optimized.kernels.router import sigmoid
-from optimized.kernels.weight_tiles import weight_rows, weight_tile
+from optimized.kernels.weight_tiles import tile_of_rows, weight_rows, weight_tile
 
 # T tokens  D model  E experts with the shared ones  K chosen experts  S slots of a token  F ffn width  X = 2F
 # R = T · S rows by expert
@@ -376,13 +376,10 @@ def _swiglu_kernel(
 ):  # fmt: skip
     """act[row, f] = silu(gate[f] · x) (up[f] · x), x of the row's token."""
     wait_for_inputs(OVERLAPS)
-    f_blocks = tl.cdiv(F, BLOCK_F)
-    tile_index = tl.program_id(0) // f_blocks
-    expert = tl.load(tile_map + tile_index)
+    expert, first, end, block = tile_of_rows(tile_map, tiles, tl.cdiv(F, BLOCK_F))
     if expert < 0:
         return
-    first, end = tl.load(tile_map + tiles + tile_index), tl.load(tile_map + 2 * tiles + tile_index)
-    f = tl.program_id(0) % f_blocks * BLOCK_F
+    f = block * BLOCK_F
     if BLOCK_R >= 128 and end - first <= BLOCK_R // 2:
         _swiglu_tile(
             x, gate_up, act, slot_of_row, expert, first, end, f, D, F, slots, x_stride, weight_stride,
@@ -431,13 +428,10 @@ def _down_kernel(
 ):  # fmt: skip
     """out[slot of the row, d] = down[d] · act[row]."""
     wait_for_inputs(OVERLAPS)
-    d_blocks = tl.cdiv(D, BLOCK_D)
-    tile_index = tl.program_id(0) // d_blocks
-    expert = tl.load(tile_map + tile_index)
+    expert, first, end, block = tile_of_rows(tile_map, tiles, tl.cdiv(D, BLOCK_D))
     if expert < 0:
         return
-    first, end = tl.load(tile_map + tiles + tile_index), tl.load(tile_map + 2 * tiles + tile_index)
-    first_d = tl.program_id(0) % d_blocks * BLOCK_D
+    first_d = block * BLOCK_D
     rows = first + tl.arange(0, BLOCK_R)
     in_tile = rows < end
     d = first_d + tl.arange(0, BLOCK_D)

@@ -29,6 +29,7 @@ from optimized.kernels.common import widen as widen_dtype
 from optimized.kernels.experts import ExpertPlan
 from optimized.kernels.fp8 import GROUP, quantize_rows_torch, quantized, to_e4m3
 from optimized.kernels.router import sigmoid
+from optimized.kernels.weight_tiles import tile_of_rows
 
 # Of a tile.
 MOST_ROWS = 128
@@ -62,12 +63,11 @@ def _swiglu_kernel(
     BLOCK_R: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows, 128 lanes: activated, quantized. Weight rows: `blocks` blocks of gate, then as many of up."""
-    tile_index, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    expert = tl.load(tile_map + tile_index)
+    expert, first, end, block = tile_of_rows(tile_map, tiles, blocks)
     if expert < 0:
         return
-    rows = tl.load(tile_map + tiles + tile_index) + tl.arange(0, BLOCK_R)
-    in_tile = rows < tl.load(tile_map + 2 * tiles + tile_index)
+    rows = first + tl.arange(0, BLOCK_R)
+    in_tile = rows < end
     token = (tl.load(slot_of_row + rows, mask=in_tile, other=0) // slots).to(tl.int64)
     lane = tl.arange(0, 128)
     gate_block = expert * 2 * blocks + block
@@ -94,12 +94,11 @@ def _down_kernel(
     BLOCK_R: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows, 128 outputs, each row at its slot and times the slot's weight."""
-    tile_index, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
-    expert = tl.load(tile_map + tile_index)
+    expert, first, end, block = tile_of_rows(tile_map, tiles, blocks)
     if expert < 0:
         return
-    rows = tl.load(tile_map + tiles + tile_index) + tl.arange(0, BLOCK_R)
-    in_tile = rows < tl.load(tile_map + 2 * tiles + tile_index)
+    rows = first + tl.arange(0, BLOCK_R)
+    in_tile = rows < end
     row = rows.to(tl.int64)
     lane = tl.arange(0, 128)
     weight_block = expert * blocks + block

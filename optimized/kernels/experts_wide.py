@@ -31,7 +31,7 @@ from torch import Tensor
 
 from optimized.kernels.common import dot, next_power_of_2, round_to, tl, triton, wait_for_inputs
 from optimized.kernels.router import add_product, sigmoid
-from optimized.kernels.weight_tiles import weight_rows, weight_tile
+from optimized.kernels.weight_tiles import tile_of_rows, weight_rows, weight_tile
 
 # R rows  D model  F ffn width
 
@@ -78,13 +78,10 @@ def wide_swiglu_kernel(
 ):  # fmt: skip
     """One tile of rows and BLOCK_F lanes of act."""
     wait_for_inputs(OVERLAPS)
-    f_blocks = tl.cdiv(F, BLOCK_F)
-    tile_index = tl.program_id(0) // f_blocks
-    expert = tl.load(tile_map + tile_index)
+    expert, first, end, block = tile_of_rows(tile_map, tiles, tl.cdiv(F, BLOCK_F))
     if expert < 0:
         return
-    first, end = tl.load(tile_map + tiles + tile_index), tl.load(tile_map + 2 * tiles + tile_index)
-    f = tl.program_id(0) % f_blocks * BLOCK_F
+    f = block * BLOCK_F
     if end - first > MAIN:
         _swiglu_tile(
             x, gate_up, act, slot_of_row, expert, first, end, f, D, F, slots, x_stride, weight_stride,
@@ -144,13 +141,10 @@ def wide_down_kernel(
 ):  # fmt: skip
     """One tile of rows and BLOCK_D lanes of out. `act`, `other_act`: see `row_blocks`."""
     wait_for_inputs(OVERLAPS)
-    d_blocks = tl.cdiv(D, BLOCK_D)
-    tile_index = tl.program_id(0) // d_blocks
-    expert = tl.load(tile_map + tile_index)
+    expert, first, end, block = tile_of_rows(tile_map, tiles, tl.cdiv(D, BLOCK_D))
     if expert < 0:
         return
-    first, end = tl.load(tile_map + tiles + tile_index), tl.load(tile_map + 2 * tiles + tile_index)
-    d = tl.program_id(0) % d_blocks * BLOCK_D
+    d = block * BLOCK_D
     if REST > 0:
         if end - first > MAIN:
             _down_tile(

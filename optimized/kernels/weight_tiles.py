@@ -1,4 +1,6 @@
-"""Tiles of a weight: through the copy engine where its rows allow that, or else by pointers.
+"""What a program of a grouped product works on: its tile of rows, and tiles of a weight.
+
+Weights come through the copy engine where their rows allow that, or else by pointers.
 
 The copy engine (TMA) brings a tile to shared memory without registers or address arithmetic, and fills what lies past
 the end with zeros. It reads rows that begin at multiples of 16 bytes.
@@ -47,3 +49,11 @@ def weight_tile(
         column = start + tl.arange(0, BLOCK_DEPTH)
         mask = (column < depth)[:, None] & (row < end)[None, :]
         return tl.load(weights + row.to(tl.int64)[None, :] * stride + column[:, None], mask=mask, other=0.0)
+
+
+@triton.jit
+def tile_of_rows(tile_map, tiles, blocks):
+    """This program's tile, as `experts.ExpertPlan` has it: expert (-1: no tile), first row, end; and its block."""
+    tile = tl.program_id(0) // blocks
+    expert, first = tl.load(tile_map + tile), tl.load(tile_map + tiles + tile)
+    return expert, first, tl.load(tile_map + 2 * tiles + tile), tl.program_id(0) % blocks
