@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from optimized.bench.floors import Work
 from optimized.bench.judge import Triple
 from optimized.bench.timing import Timing
-from optimized.device import OPS, Backend, triton_obstacle
+from optimized.device import Backend, Ops, choose
 from reference.config import TextConfig
 
 # Error that a peer may have against the truth, relative to it. bfloat16 kernels err by 2e-3; those that quantize to
@@ -85,7 +84,7 @@ class Sizes:
 class Case:
     """`op` is what `--ops` matches, `uses` the ops that it times (none: cuBLAS alone), `tokens` its rows.
 
-    `work` is of the whole, or of pieces that run one behind the other.
+    `work` is of the whole, or of pieces that run one behind the other. `packages`: it takes what the engine takes.
     """
 
     op: str
@@ -95,6 +94,7 @@ class Case:
     timing: Timing
     build: Callable[[Inputs], Problem]
     uses: tuple[str, ...] = ()
+    packages: bool = False
 
     @property
     def pieces(self) -> tuple[Work, ...]:
@@ -103,7 +103,7 @@ class Case:
 
 @dataclass
 class Inputs:
-    """Where cases take their tensors and functions from. `kept` holds weights that many cases share."""
+    """Where cases take their tensors and functions from. `kept` holds what many cases share."""
 
     config: TextConfig
     device: torch.device
@@ -137,15 +137,15 @@ class Inputs:
             self.kept[name] = make()
         return self.kept[name]
 
-    def backend_of(self, op: str) -> Backend:
-        return self.backend or ("torch" if triton_obstacle(self.device) else "triton")
+    def ops(self, packages: bool = False) -> Ops:
+        """What ships; the own kernels, or what the engine takes where optional `packages` are let in."""
+        return self.keep(f"ops, packages: {packages}", lambda: choose(self.device, self.backend, packages))
 
     def op(self, name: str) -> Callable[..., Any]:
-        """The implementation that ships."""
-        return _implementation(name, self.backend_of(name))
+        return getattr(self.ops(), name)
 
     def twin(self, name: str) -> Callable[..., Any]:
-        return _implementation(name, "torch")
+        return getattr(self.keep("twins", lambda: choose(self.device, "torch")), name)
 
 
 def int32(values: Tensor) -> Tensor:
@@ -167,10 +167,6 @@ def triples(outputs: Any, twin: Callable[..., Any], *arguments: Any) -> list[Tri
         for out, plain, wide in zip(_tuple(outputs), eager, truth, strict=True)
         if isinstance(out, Tensor)
     ]
-
-
-def _implementation(name: str, backend: Backend) -> Callable[..., Any]:
-    return getattr(import_module(OPS[name]), f"{name}_{backend}")
 
 
 def _widened(value: Any) -> Any:

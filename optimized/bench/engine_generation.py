@@ -68,5 +68,5 @@ class EngineGeneration:
 
 def best_tokens(logits: Mapping[str, Tensor]) -> dict[str, list[int]]:
     """The token with the largest logit in each row [T, W], of requests with as many rows each; waits once."""
-    tokens_BT = torch.stack([logits_TW.argmax(-1) for logits_TW in logits.values()]).tolist()
+    tokens_BT = torch.stack([*logits.values()]).argmax(-1).tolist()
     return dict(zip(logits, tokens_BT, strict=True))

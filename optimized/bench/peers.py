@@ -1,7 +1,6 @@
 """Optional packages as peers. Each is imported only here; without it, or where it was built otherwise, it says why.
 
 A peer is compared with the truth before it is timed, like everything else: a binary that loads is not one that works.
-FlashMLA's Hopper code is behind `use_legacy=True`. Its list of rows is int32 into the flat pool, -1 for none.
 Source: performance specification, sections 4 and 5.
 """
 
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from optimized import packages
 from optimized.bench.case import FP8_PEER_LIMIT, AbsentPeer, Peer
 from optimized.packages import FA3_DENSE, FA3_WINDOW, fa3_dense, fa3_window, status_of
 
@@ -72,13 +72,10 @@ def flash_mla_sparse(
     q_THL: Tensor, pool_RL: Tensor, flat_TK: Tensor, scale: float, C: int, checked: Checked
 ) -> Peer | AbsentPeer:
     """FlashMLA's sparse kernel on bfloat16 rows, read straight from the pool."""
-    interface = import_module("flash_mla")
     length_T = (flat_TK >= 0).sum(-1, dtype=torch.int32)
 
     def run() -> Tensor:
-        return interface.flash_mla_sparse_fwd(
-            q_THL, pool_RL[:, None], flat_TK[:, None], scale, d_v=C, topk_length=length_T, use_legacy=True
-        )[0]
+        return packages.flash_mla_sparse(q_THL, pool_RL, flat_TK, length_T, scale, C)
 
     return Peer("sgl-flash-mla sparse", run, checked)
 

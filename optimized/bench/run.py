@@ -43,7 +43,8 @@ def run_cases(
 def run_case(case: Case, given: Inputs, ceilings: Ceilings, timer: Timer) -> OpRow:
     """Never raises for what a kernel or a package does wrong: the row says it."""
     least = floor_of_all(case.pieces, ceilings)
-    backend = " ".join(sorted({given.backend_of(op) for op in case.uses})) or "cuBLAS"
+    choices = given.ops(case.packages).choices
+    backend = " ".join(sorted({choices[op].backend for op in case.uses})) or "cuBLAS"
     fields: dict[str, Any] = {
         "op": case.op,
         "shape": case.shape,

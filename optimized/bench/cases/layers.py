@@ -47,14 +47,14 @@ def layer_cases(config: TextConfig, sizes: Sizes) -> Iterator[Case]:
             tokens, shape = (batch, f"B={batch} S={context}") if batch else (prompt, f"T={prompt}")
             work = layer_works(config, layer, batch, context if batch else prompt)
             build = _layer(layer, batch, context if batch else prompt, sizes.page_size)
-            yield Case(op, shape, tokens, work, sizes.timing(tokens), build, uses)
+            yield Case(op, shape, tokens, work, sizes.timing(tokens), build, uses, packages=True)
 
 
 def _layer(layer: int, batch: int, length: int, page_size: int) -> Callable[[Inputs], Problem]:
     def build(given: Inputs) -> Problem:
         config = layer_alone(given.config, layer)
         weights = drawn_layer(config, given.generator, given.dtype)
-        ops = choose(given.device, given.backend, packages=True)
+        ops = given.ops(packages=True)
         seen, count = ([length] * batch, 1) if batch else ([0], length)
         run = LayerRun(config, weights, ops, seen, count, page_size)
         if batch:
