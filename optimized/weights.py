@@ -126,9 +126,12 @@ def pack_text(
 
 
 def require_device(device: torch.device | str) -> None:
-    """Raises: NotSupportedError for CUDA where there is none."""
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+    """Raises: NotSupportedError for CUDA where there is none, or a card beyond the last."""
+    found = torch.device(device)
+    if found.type == "cuda" and not torch.cuda.is_available():
         raise NotSupportedError(f"device {device}: torch finds no CUDA device here")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise NotSupportedError(f"device {device}: torch finds {torch.cuda.device_count()} CUDA device(s) here")
 
 
 def loaded_into(packed: PackedText, state: Mapping[str, Tensor]) -> PackedText:

@@ -167,7 +167,7 @@ def diagnose(
     if recorded.statistics and not recorded.trace.names():
         raise DumpError(
             f"{actual}: has sums and samples only, and a diagnosis needs values; the first tensor that differs is "
-            f"found by note-parity compare {expected} {actual}{options.words}"
+            f"found by {shlex.join(['note-parity', 'compare', str(expected), str(actual)])}{options.words}"
         )
     reference = reference_of(golden, checkpoint)
     with progress_lines() as progress:

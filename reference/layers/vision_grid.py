@@ -10,6 +10,7 @@ Source: vision specification, sections 3.1 and 4.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import index
 
 import torch
 from torch import Tensor
@@ -70,7 +71,12 @@ def split_by_item(merged_MO: Tensor, grids: Sequence[Grid], merge: int) -> tuple
 
 def check_grids(grids: Sequence[Grid], merge: int) -> None:
     """Raises: VisionInputError, naming the item."""
-    for item, (frames, height, width) in enumerate(grids):
+    for item, grid in enumerate(grids):
+        try:
+            frames, height, width = map(index, grid)
+        except (TypeError, ValueError):
+            expected = "a grid of three integers (frames, height, width)"
+            raise VisionInputError(f"item {item}: expected {expected}, found {grid!r}") from None
         if frames < 1 or height < merge or width < merge or height % merge or width % merge:
             raise VisionInputError(
                 f"item {item}: grid {(frames, height, width)} must have at least one frame, and a height and width "

@@ -257,3 +257,10 @@ def test_a_device_that_is_not_here_is_refused_by_name() -> None:
     for pack, config in ((pack_text, tiny().text), (pack_vision, tiny_vision()), (pack_audio, tiny_audio())):
         with pytest.raises(NotSupportedError, match="device cuda: torch finds no CUDA device here"):
             pack({}, config, "cuda", torch.bfloat16)
+
+
+def test_a_card_beyond_the_last_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(NotSupportedError, match=r"device cuda:2: torch finds 2 CUDA device\(s\) here"):
+        pack_text({}, tiny().text, "cuda:2", torch.bfloat16)

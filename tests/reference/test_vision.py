@@ -357,6 +357,12 @@ def test_a_grid_that_cannot_be_merged_is_refused(grid: Grid):
         tower_of()(pixels_of(GRIDS[:1]), [GRIDS[0], grid])
 
 
+@pytest.mark.parametrize("grid", [(1, 2, 2, 2), (2, 2), (1, 2.0, 2), 4])
+def test_a_grid_that_is_none_is_refused(grid: object):
+    with pytest.raises(VisionInputError, match=r"item 1: expected a grid of three integers .*, found"):
+        tower_of()(pixels_of(GRIDS[:1]), [GRIDS[0], grid])
+
+
 def test_pixels_of_two_frames_a_patch_are_refused_by_their_width():
     wide = torch.zeros(24, 2 * 147)
     with pytest.raises(VisionInputError, match=r"expected \(24, 147\), found \(24, 294\).*two frames a patch"):
