@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from kernel_checks import DEVICE
 from typer.testing import CliRunner
 
+from optimized.bench import case as case_module
 from optimized.bench import slices
 from optimized.bench.case import AbsentPeer, Case, Inputs, Peer, Problem, Sizes, checked_rows
 from optimized.bench.catalogue import QUICK, all_cases, chosen_cases
@@ -32,6 +33,7 @@ from optimized.bench.records import BenchError, BenchReport, Machine, OpRow, Pee
 from optimized.bench.run import run_case, run_cases
 from optimized.bench.tables import microseconds, report_lines, table, verdict_line
 from optimized.bench.text_floors import BF16, FP8, decode_floors, prefill_floors
+from optimized.device import Choice, Ops
 from optimized.errors import NotSupportedError
 from parity.cli import _Commands
 from parity.cli_bench import bench
@@ -205,6 +207,20 @@ def problem_of(out: torch.Tensor, peers: list[Peer | AbsentPeer] | None = None) 
     """Its truth is 1, 2, 3, 4."""
     truth = torch.arange(1.0, 5.0, dtype=torch.float64)
     return case_of(lambda _: Problem(lambda: out, lambda got: [Triple(got, truth.float(), truth)], peers or []))
+
+
+def test_a_row_says_whether_an_optional_package_takes_part(monkeypatch):
+    def chosen(device, backend=None, packages=False):
+        op = "sparse_attention"
+        return Ops({op: Choice(op, "package" if packages else "triton", "of this test")})
+
+    monkeypatch.setattr(case_module, "choose", chosen)
+    case = replace(problem_of(torch.arange(1.0, 5.0)), uses=("sparse_attention",))
+    rows = [run_case(each, inputs(), CEILINGS, StoppedClock()) for each in (case, replace(case, packages=True))]
+    assert [row.backend for row in rows] == ["triton", "package"]
+    assert {case.op for case in all_cases(tiny().text, Sizes()) if case.packages} == {
+        "layer.full.dense", "layer.full.experts", "layer.sliding.experts",
+    }  # fmt: skip
 
 
 def test_a_red_case_has_no_time_and_is_never_timed():
