@@ -8,7 +8,9 @@ waited for, as a fence of the whole cluster would. Both programs add the same tw
 Gluon of Triton 3.6 has no words for this: it is PTX. Source: PTX ISA, sections on st.async, mbarrier, barrier.cluster.
 
 A buffer can be written again once its program has read it: between two exchanges both pass a barrier of the cluster.
-They arrive there right after the sums of the one exchange, and wait in front of the next: nobody waits long.
+They arrive there soon after the one exchange, behind a barrier of their own, and wait in front of the next: nobody
+waits long. That barrier is what makes the reads be done; an arrival that releases (the default) would also wait for all
+copies under way: 48 and 165 µs in place of 43 and 149 for the rings of 64 and 256 requests on an H200.
 """
 
 from optimized.attention.hopper import WARPS, gl, gluon
@@ -62,7 +64,6 @@ def _exchange() -> str:
             "@!is_there bra WAITING;",
             *(f"ld.shared.v4.f32 {four('other', first)}, [here + {place}];" for first, place in places),
             *(f"add.f32 ${value}, ${value}, other{value};" for value in range(VALUES)),
-            "barrier.cluster.arrive.relaxed;",
             "}",
         ]
     )
@@ -80,7 +81,7 @@ if HAS_TRITON:
 
 @gluon.jit
 def arrive():
-    """To be called once, before the first exchange."""
+    """To be called before the first exchange, and after each: behind a barrier of the program, which ends all reads."""
     thread = gl.arange(0, OF_BOTH, layout=ONE_EACH)
     gl.inline_asm_elementwise(ARRIVE, "=r,r", [thread], gl.int32, False, 1)
 

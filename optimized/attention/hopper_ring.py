@@ -171,8 +171,9 @@ def attend_ring_kernel(
         score = warpgroup_mma(q_HC, latent_KC.permute((1, 0)), zero_HK, use_acc=False, is_async=True)
         score = warpgroup_mma(q_HR, rope_KR.permute((1, 0)), score, is_async=True)
         score_HK = add_other_program(warpgroup_mma_wait(num_outstanding=0, deps=[score]), tile)
-        # There is one tile of rope lanes, and now all warps have read it.
+        # There is one tile of rope lanes, and now all warps have read it, and what the other program sent.
         barrier()
+        arrive()
         _fetch(rope, rows, first_row, after, end, C, ring_rows, pool_row, NARROW)
         async_copy.commit_group()
         slot_K = first + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, SCORING))

@@ -91,6 +91,8 @@ for is_part in (False, True):
     compiled = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": WARPS, "num_ctas": 2})
     ptx = compiled.asm["ptx"]
     (exchanged,) = (int(line.split("received[")[1].split("]")[0]) for line in ptx.splitlines() if "received[" in line)
+    read = ptx[ptx.rindex("ld.shared.v4.f32 {other") :]
+    assert 0 < read.index("bar.sync") < read.index("barrier.cluster.arrive"), "the other program may send too soon"
     print(compiled.metadata.shared, exchanged)
 """
 
