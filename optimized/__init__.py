@@ -7,6 +7,7 @@ weights    the state dict in packed storage             cache                  p
 planning   a ragged step from lengths alone             step                   its metadata, and the one upload
 text, mtp  the layers over one step                     runner, graphs         one step, launched or recorded
 draws      how the next token is chosen on the device   drafting               the draft layer driven behind a step
+items      what is asked for, what is refused           draft_rounds           verified drafts, and which are kept
 engine     many requests: steps, decoding, drafts
 vision     the towers over many images and frames,      audio                  and over many clips
 model      requests that begin with media              given_rows             embeddings in the place of ids

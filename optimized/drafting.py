@@ -45,10 +45,18 @@ class _Drafted:
     logits_BW: Tensor
     chosen_B: Tensor
 
-    def logits_of(self, requests: Sequence[str]) -> Tensor:
-        """[B, W] of some of the requests, in their order here."""
+    def rows(self, requests: Sequence[str]) -> list[int]:
+        """Of some of the requests, in their order here."""
         wanted = set(requests)
-        return _rows_of(self.logits_BW, [row for row, request in enumerate(self.order) if request in wanted])
+        return [row for row, request in enumerate(self.order) if request in wanted]
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Of one request: logits for each place behind its next token, and the token chosen there, int64."""
+
+    logits_SW: Tensor
+    tokens_S: Tensor
 
 
 class Drafting:
@@ -70,18 +78,20 @@ class Drafting:
         self._pools: CachePools = runner.text.pools
         self._most_decoded = draft_track(self._pools).most_decoded
 
-    def logits(self) -> dict[str, Tensor]:
-        """[depth, W] of each request."""
+    def run(self) -> dict[str, Drafts]:
+        """In the order of the items; nothing waits for the device."""
         depths = {request: item.depth for request, item in self._items.items()}
         steps = [self._history()]
         for number in range(1, max(depths.values())):
             live = [request for request in steps[-1].order if depths[request] > number]
             steps.append(self._further(number, live, steps[-1]))
-        found: dict[str, Tensor] = {}
+        found: dict[str, Drafts] = {}
         for depth in set(depths.values()):
             requests = [request for request in steps[0].order if depths[request] == depth]
-            logits_BSW = torch.stack([step.logits_of(requests) for step in steps[:depth]], dim=1)
-            found.update(zip(requests, logits_BSW, strict=True))
+            rows = [(step, step.rows(requests)) for step in steps[:depth]]
+            logits_BSW = torch.stack([_rows_of(step.logits_BW, some) for step, some in rows], dim=1)
+            chosen_BS = torch.stack([_rows_of(step.chosen_B, some) for step, some in rows], dim=1)
+            found.update(zip(requests, map(Drafts, logits_BSW, chosen_BS), strict=True))
         return {request: found[request] for request in depths}
 
     def _history(self) -> _Drafted:

@@ -3,6 +3,8 @@
 `step([StepItem(request, token_ids, kind), …])` appends tokens to requests and returns logits of the new rows, as the
 reference's session does; `draft` and `drafts` drive the draft layer behind them; `truncate` takes tokens back. What a
 step may take is bounded by `EngineOptions.limits`; longer items are cut into several steps.
+
+`decode` and `decode_with_drafts` go on with requests by themselves, their tokens on the device from step to step.
 """
 
 from __future__ import annotations
@@ -11,18 +13,20 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from numbers import Integral
 
 import torch
 from torch import Tensor
 
 from optimized.cache import CachePools
 from optimized.device import Backend, choose
-from optimized.drafting import Drafting, RequestState, draft_shape
+from optimized.draft_rounds import DraftedText, Verification, Writing
+from optimized.drafting import Drafting, Drafts, RequestState, draft_shape
 from optimized.draws import choose_in_nucleus, plan_draws
+from optimized.errors import PlanError
 from optimized.given_rows import GivenRows
 from optimized.graphs import MOST_RECORDINGS, Shape, Turns, one_shape, shape_of
 from optimized.hidden_rows import HiddenRows
+from optimized.items import DecodeItem, check_decode, check_ids, check_step
 from optimized.plan_pages import PagePlanner
 from optimized.plan_spans import StepLimits
 from optimized.planning import check_growth, plan_step, split_step
@@ -31,7 +35,7 @@ from optimized.step import PlanItem
 from optimized.text import Text
 from optimized.weights import PackedText, pack_text
 from reference.config import TextConfig
-from reference.errors import CacheError, TokenIdError
+from reference.errors import CacheError
 from reference.layers.indexer import RopeLayout
 from reference.numerics import Numerics
 from reference.probe import is_observed, probe, rows, scope
@@ -72,15 +76,6 @@ class EngineOptions:
     recordings: int = MOST_RECORDINGS
     poison: bool = False
     disjoint_numbers: bool = False
-
-
-@dataclass(frozen=True)
-class DecodeItem:
-    """Go on with a request behind `next_token`, its chosen but not yet stepped token."""
-
-    request: str
-    next_token: int
-    sampling: Sampling = GREEDY
 
 
 class Engine:
@@ -170,7 +165,7 @@ class Engine:
         New requests are opened. Raises: see the class; CacheError for two items of one request, one without tokens, or
         embeddings of another shape or dtype.
         """
-        self._check(items)
+        check_step(items, self.config.vocab_size)
         given = GivenRows(items, self.text.weights.embeddings_WD)
         lengths = {item.request: self.length(item.request) for item in items if item.request in self._requests}
         logits: dict[str, list[Tensor]] = {item.request: [] for item in items}
@@ -203,7 +198,7 @@ class Engine:
         step.
         Raises: see the class; CacheError for a request that is not there or given twice, or a count below 1.
         """
-        self._check_decode(items, count)
+        check_decode(items, count, self.config.vocab_size)
         lengths = {item.request: self.length(item.request) for item in items}
         check_growth(dict.fromkeys(lengths, count), self.pools, self.options.limits)
         with self._turns.next():
@@ -230,6 +225,59 @@ class Engine:
             self._requests[item.request].token_ids += [item.next_token, *found[item.request][:-1]]
         return found
 
+    @torch.no_grad()
+    def decode_with_drafts(self, items: Sequence[DecodeItem], count: int, depth: int) -> dict[str, DraftedText]:
+        """The text of `decode`, in rounds of up to `depth` drafts, which are verified in one step: see `draft_rounds`.
+
+        Verified rows are rounded otherwise than decoded ones, so at a near tie another token may be chosen. The host
+        waits once a round; with a nucleus in each step.
+        Raises: as `decode`; CacheError as `drafts`.
+        """
+        check_decode(items, count, self.config.vocab_size)
+        for item in items:
+            self._check_draft(DraftItem(item.request, item.next_token, depth))
+        lengths = {item.request: self.length(item.request) for item in items}
+        check_growth(dict.fromkeys(lengths, count), self.pools, self.options.limits)
+        writing = [Writing(item.request, item.sampling, item.next_token, count) for item in items]
+        rows, most = sum(1 + one.depth(depth) for one in writing), self.options.limits.max_tokens
+        if rows > most:
+            raise PlanError(
+                f"a round of {len(items)} requests verifies {rows} tokens, and max_tokens = {most}; raise it"
+            )
+        with self._turns.next():
+            try:
+                while live := [one for one in writing if one.left]:
+                    self._draft_and_verify(live, depth)
+            except BaseException:
+                for request, length in lengths.items():
+                    self._take_back(request, length)
+                raise
+        return {one.request: one.text for one in writing}
+
+    def _draft_and_verify(self, live: Sequence[Writing], most: int) -> None:
+        depths, chosen_R = [one.depth(most) for one in live], self.runner.chosen_R
+        asked = [
+            DraftItem(one.request, one.newest, depth, (), one.sampling)
+            for one, depth in zip(live, depths, strict=True)
+            if depth
+        ]
+        drafted_X = torch.cat([drafts.tokens_S for drafts in self._drafted(asked).values()] or [chosen_R[:0]])
+        # The next step is fed from here, and writes its own choices here.
+        chosen_R[: len(drafted_X)].copy_(drafted_X)
+        verified = Verification.of(live, [self.length(one.request) for one in live], depths)
+        output = self._forward(verified.items, (verified.samplings, verified.positions, verified.sources))
+        choose_in_nucleus(output.logits_TW, verified.samplings, verified.positions, chosen_R)
+        self._keep_hidden(verified.row_spans, output)
+        if is_observed():
+            self._show_cache(verified.items)
+        tokens = torch.cat((drafted_X, chosen_R[: len(verified.sources)])).tolist()
+        drafted, chosen = tokens[: len(drafted_X)], tokens[len(drafted_X) :]
+        for one, (drafts, choices) in zip(live, verified.split(drafted, chosen), strict=True):
+            state = self._requests[one.request]
+            length = len(state.token_ids) + 1
+            state.token_ids += [one.newest, *drafts]
+            self.truncate(one.request, length + one.take(drafts, choices))
+
     def adopt(self, request: str, token_ids: Sequence[int]) -> None:
         """Go on with a request whose rows the pools hold already, imported or written otherwise.
 
@@ -242,7 +290,7 @@ class Engine:
                 f"cannot adopt {request!r}: the pools hold {slots.length} of its tokens, {len(token_ids)} are given"
                 + (", and the engine has a request of that name" if request in self._requests else "")
             )
-        self._check_ids(request, token_ids)
+        check_ids(request, token_ids, self.config.vocab_size)
         self._requests[request] = RequestState(list(token_ids), HiddenRows(slots.length))
 
     def draft(
@@ -265,18 +313,21 @@ class Engine:
             raise CacheError(f"drafts takes each request once; found {names}")
         for item in items:
             self._check_draft(item)
+        with self._turns.next():
+            return {request: found.logits_SW for request, found in self._drafted(items).items()}
+
+    def _drafted(self, items: Sequence[DraftItem]) -> dict[str, Drafts]:
         if not items:
             return {}
         kept = {item.request: self.pools.slots(item.request).draft_length for item in items}
-        with self._turns.next():
-            try:
-                logits = Drafting(items, self._requests, self.runner, self.options.limits, self._draft_shape).logits()
-                # The row of the newest token was run with `next_token`, which is not committed; it runs again then.
-                kept = {request: self.length(request) - 1 for request in logits}
-            finally:
-                for request, rows_ in kept.items():
-                    self._keep_draft_rows(request, rows_)
-        return logits
+        try:
+            drafts = Drafting(items, self._requests, self.runner, self.options.limits, self._draft_shape).run()
+            # The row of the newest token was run with `next_token`, which is not committed; it runs again then.
+            kept = {request: self.length(request) - 1 for request in drafts}
+        finally:
+            for request, rows_ in kept.items():
+                self._keep_draft_rows(request, rows_)
+        return drafts
 
     def truncate(self, request: str, length: int) -> None:
         """Keep the first `length` tokens; always possible down to `max_draft_tokens` below the longest length so far.
@@ -433,25 +484,6 @@ class Engine:
             raise CacheError(f"no request {request!r}; there are {sorted(self._requests)}")
         return self._requests[request]
 
-    def _check(self, items: Sequence[StepItem]) -> None:
-        seen: set[str] = set()
-        for item in items:
-            if item.request in seen or not item.token_ids:
-                raise CacheError(
-                    f"request {item.request!r}: a step takes one item with at least one token for each request"
-                )
-            seen.add(item.request)
-            if item.embeddings_TD is None:
-                self._check_ids(item.request, item.token_ids)
-
-    def _check_decode(self, items: Sequence[DecodeItem], count: int) -> None:
-        names = [item.request for item in items]
-        if count < 1 or not names or len(set(names)) < len(names):
-            raise CacheError(f"decode takes a count of at least 1 and each request once; found {count} and {names}")
-        for item in items:
-            self._check_ids(item.request, (item.next_token,))
-            self._request(item.request)
-
     def _check_draft(self, item: DraftItem) -> None:
         length, most = self.length(item.request), self.options.max_draft_tokens
         if not self._keeps_hidden or not length or not 1 <= item.depth <= most:
@@ -465,11 +497,4 @@ class Engine:
                 f"cannot draft for {item.request!r}: its draft layer goes on at row {first} and has hidden states from "
                 f"row {hidden.first} on; a request that was adopted, or whose draft broke off, is to be prefilled anew"
             )
-        self._check_ids(item.request, (item.next_token, *item.forced))
-
-    def _check_ids(self, request: str, token_ids: Sequence[int]) -> None:
-        last = self.config.vocab_size - 1
-        for token_id in token_ids:
-            # A number with a fraction would be cut off, or fail far from here.
-            if not isinstance(token_id, Integral) or not 0 <= token_id <= last:
-                raise TokenIdError(f"request {request!r}: token id {token_id} is outside the vocabulary (0 to {last})")
+        check_ids(item.request, (item.next_token, *item.forced), self.config.vocab_size)

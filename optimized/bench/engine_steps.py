@@ -44,9 +44,7 @@ class EngineSteps:
 
     def generation(self, shape: GenerationShape) -> Generation:
         """From prompts of random tokens, through recorded steps and the draft layer, whose weights are there anyway."""
-        # Rounds go on until the slowest request is done: another one may have kept all drafts in each of them.
-        length = shape.prompt + (1 + shape.drafts) * (shape.tokens + 1)
-        engine = self.engine_of(shape.requests, length, True, shape.drafts)
+        engine = self.engine_of(shape.requests, shape.prompt + shape.tokens, True, shape.drafts)
         prompts = {f"request {number}": self._token_ids(shape.prompt) for number in range(shape.requests)}
         run = EngineGeneration(engine, prompts, shape)
         return Generation(run.prompt, run.rounds, run.free)

@@ -1,8 +1,8 @@
 """Text from prompts to the last token, on the wall clock, with drafts and without, on the four-layer slice.
 
 plain       each round is one decode step; the host waits once, at the end
-drafts      each round verifies the d tokens that the draft layer proposed, keeps those that the model chooses too, and
-            proposes again; the host waits twice
+drafts      each round proposes d tokens, verifies them in one step and keeps those that the model chooses too; the host
+            waits once a round; a last round proposes no more than there is left to write
 
 Random weights accept next to nothing, so tokens a second with drafts say what a round costs, not what drafts bring:
 that is the break-even number of drafts that must be kept. The floor of a round is that of its steps, added up. What
@@ -31,7 +31,7 @@ TIMED_RUNS = 3
 
 @dataclass(frozen=True)
 class GenerationShape:
-    """`tokens` new ones, or some more, behind the first new token of each of `requests` prompts of `prompt` tokens."""
+    """`tokens` new ones behind the first new token of each of `requests` prompts of `prompt` tokens."""
 
     requests: int
     prompt: int = 4096

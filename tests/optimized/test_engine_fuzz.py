@@ -85,8 +85,10 @@ class Listener:
         return value
 
 
-def decoded(one: Engine | Session, items: list[DecodeItem], count: int) -> dict[str, list[int]]:
-    """`Engine.decode`, also of a session: step by step."""
+def decoded(one: Engine | Session, items: list[DecodeItem], count: int, depth: int) -> dict[str, list[int]]:
+    """`Engine.decode`, or with drafts, also of a session: step by step."""
+    if isinstance(one, Engine) and depth:
+        return {name: text.tokens for name, text in one.decode_with_drafts(items, count, depth).items()}
     if isinstance(one, Engine):
         return one.decode(items, count)
     tokens = {item.request: [item.next_token] for item in items}
@@ -161,7 +163,10 @@ class EngineMachine(RuleBasedStateMachine):
             return
         except BrokenOffError:
             event(f"{action.__name__}: broken off")
-            self.excuses.add("hidden states from" if action.__name__ == "draft" else "cannot go back")
+            if "draft" in action.__name__:
+                self.excuses.add("hidden states from")
+            if action.__name__ != "draft":
+                self.excuses.add("cannot go back")
             for name in self.session_requests() - set(self.engine.requests):
                 assert action.__name__ != "draft"
                 self.session.free(name)
@@ -197,13 +202,17 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.engine.pools.requests)
     @rule(data=st.data(), count=st.sampled_from([1, 2, 5, 8, 14]), patience=PATIENCE)
     def decode(self, data, count, patience) -> None:
+        depth = data.draw(st.sampled_from([0, *range(self.depth + 1), self.depth + 1]))
         names = data.draw(st.lists(st.sampled_from(self.engine.pools.requests), min_size=1, unique=True))
         items = [DecodeItem(name, data.draw(TOKENS), data.draw(SAMPLINGS)) for name in names]
 
         def decode(one: Engine | Session) -> object:
-            return decoded(one, items, count)
+            return decoded(one, items, count, depth)
 
-        self.both(decode, is_whole=False, patience=patience)
+        def decode_with_drafts(one: Engine | Session) -> object:
+            return decode(one)
+
+        self.both(decode_with_drafts if depth else decode, is_whole=False, patience=patience)
 
     @precondition(lambda self: self.engine.pools.requests)
     @rule(data=st.data(), patience=PATIENCE)
