@@ -59,13 +59,17 @@ def _loaded(places: Sequence[tuple[Entry, int]]) -> Tensor | None:
     parts = []
     for _, group in groupby(places, key=lambda place: id(place[0])):
         run = list(group)
-        parts.append(run[0][0].source.load()[torch.tensor([row for _, row in run], dtype=torch.long)])
+        values, rows = run[0][0].source.load(), [row for _, row in run]
+        is_whole = rows == list(range(len(values)))
+        parts.append(values if is_whole else values[torch.tensor(rows, dtype=torch.long)])
     width = max((part.shape[-1] for part in parts), default=0)
     return torch.cat([_padded(part, width) for part in parts]) if parts else None
 
 
 def _padded(values: Tensor, width: int) -> Tensor:
     """The last dim filled up to `width`: with -inf for scores, -1 for choices."""
+    if values.shape[-1] == width:
+        return values
     fill = float("-inf") if values.is_floating_point() else -1
     return torch.nn.functional.pad(values, (0, width - values.shape[-1]), value=fill)
 

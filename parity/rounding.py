@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import cache
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +28,8 @@ _ROUNDING = frozenset(
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PROBABILITY = 1 / 12
 _POOL = 1 << 20
+# Offsets into the pool drawn at a time.
+_OFFSETS = 1 << 12
 
 
 class RoundingDraw(TorchFunctionMode):
@@ -39,25 +42,28 @@ class RoundingDraw(TorchFunctionMode):
         ulps = (drawn < _PROBABILITY / 2).float() - (drawn > 1 - _PROBABILITY / 2).float()
         # Factors by which a product rounds to the neighbouring value: one pool, read from a random offset each time.
         self._factors = {dtype: 1 + ulps.to(dtype) * torch.finfo(dtype).eps for dtype in _DTYPES}
+        self._offsets: list[int] = []
         self._is_paused = False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if self._is_paused or not isinstance(result, Tensor) or result.dtype not in _DTYPES:
+        effect = _effect(func)
+        if not effect or self._is_paused or not isinstance(result, Tensor) or result.dtype not in _DTYPES:
             return result
-        name = func.__name__.strip("_")
-        is_cast = name == "to" and _narrows(args[0].dtype, result.dtype)
-        return self._moved(result) if is_cast or name.removeprefix("r") in _ROUNDING or name in _ROUNDING else result
+        return self._moved(result) if effect == "rounds" or _narrows(args[0].dtype, result.dtype) else result
 
     def _moved(self, value: Tensor) -> Tensor:
         """Each element one ulp away, or as it is. Zeros, infinities and NaN stay what they are."""
         count, factors = value.numel(), self._factors[value.dtype]
-        offset = int(torch.randint(_POOL, (), generator=self._generator))
+        if not self._offsets:
+            self._offsets = torch.randint(_POOL, (_OFFSETS,), generator=self._generator).tolist()[::-1]
+        offset = self._offsets.pop()
         if offset + count > _POOL:
             factors = factors.repeat(1 + -(-count // _POOL))
-        return value * factors[offset : offset + count].view(value.shape).to(value.device)
+        moves = factors[offset : offset + count].view(value.shape)
+        return value * (moves if value.is_cpu else moves.to(value.device))
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
@@ -75,6 +81,15 @@ class RoundingDraw(TorchFunctionMode):
 
         with applied_patches([Patch(reference.layers.rope, "angles", paused)]), self:
             yield
+
+
+@cache
+def _effect(func: Callable[..., Any]) -> Literal["rounds", "casts", ""]:
+    """What an operation does to its result. Asked a million times a sweep, mostly of shapes and views."""
+    name = func.__name__.strip("_")
+    if name in _ROUNDING or name.removeprefix("r") in _ROUNDING:
+        return "rounds"
+    return "casts" if name == "to" else ""
 
 
 def _narrows(before: torch.dtype, after: torch.dtype) -> bool:

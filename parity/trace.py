@@ -192,16 +192,22 @@ class TraceRecorder:
 
     def __init__(self, patterns: Sequence[str] = ("*",), producer: str = ""):
         self._patterns = tuple(patterns)
+        self._kept: dict[str, bool] = {}
         self._producer = producer
         self._entries: list[Entry] = []
         self.action = 0
 
     def observe(self, name: str, value: Tensor, rows: Rows | None) -> Tensor:
-        if rows is not None and any(fnmatch.fnmatchcase(name, pattern) for pattern in self._patterns):
+        if rows is not None and self._keeps(name):
             positions = tuple(rows.positions.tolist())
             clone = InMemory(value.detach().to("cpu", copy=True))
             self.keep(Entry(name, rows.request, self.action, rows.kind, positions, clone))
         return value
+
+    def _keeps(self, name: str) -> bool:
+        if name not in self._kept:
+            self._kept[name] = any(fnmatch.fnmatchcase(name, pattern) for pattern in self._patterns)
+        return self._kept[name]
 
     def keep(self, entry: Entry) -> None:
         """What becomes of an entry: a list here, a file in `trace_file.TraceWriter`."""
