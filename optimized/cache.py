@@ -171,8 +171,8 @@ class CachePools:
             raise PoolError(f"request {request!r} is open already; free it, or open another name")
         if not self._free_rings:
             raise PoolError(
-                f"request {request!r} needs a ring and none of {self.ring_count} is free; free a request, or make "
-                f"CachePools with more rings"
+                f"request {request!r} needs a ring and none of {self.ring_count} is free; free a request, or allow "
+                f"more (`rings` of CachePools, `requests` of EngineOptions)"
             )
         ring = self._free_rings.pop()
         self._requests[request] = RequestSlots(self._first_ring + ring, self._first_draft_ring + ring)
@@ -195,8 +195,8 @@ class CachePools:
             raise PoolError(
                 f"{sum(counts.values())} tokens of {len(counts)} request(s) need {need} pages of {self.page_size} "
                 f"tokens and {free} of {self.page_count} are free; the largest need is {needs[largest]} pages for "
-                f"{counts[largest]} tokens of {largest!r}; free or truncate a request, send fewer tokens, or make "
-                f"CachePools with at least {self.page_count + need - free} pages"
+                f"{counts[largest]} tokens of {largest!r}; free or truncate a request, send fewer tokens, or allow "
+                f"at least {self.page_count + need - free} pages (`pages` of CachePools and EngineOptions)"
             )
 
     def grow_all(self, counts: Mapping[str, int]) -> None:
@@ -353,7 +353,7 @@ class CachePools:
         if count < 0 or (self.max_length is not None and length > self.max_length):
             raise CacheError(
                 f"request {request!r}: {count} tokens behind {slots.length} exceed max_length = {self.max_length}; "
-                f"make CachePools with a larger max_length"
+                f"allow more (`max_length` of CachePools and EngineOptions)"
             )
         copied = bool(count) and self._has_shared_tail(slots)
         return self._page_total(length) - len(slots.pages) + copied

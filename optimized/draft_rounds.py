@@ -15,14 +15,13 @@ from itertools import accumulate
 from optimized.step import PlanItem
 from reference.sampling import Sampling
 
-# T rows of the step
-
 
 @dataclass(frozen=True)
 class DraftedText:
-    """The tokens chosen for a request, and how many drafts it kept in each round."""
+    """The tokens chosen for a request; how many drafts were verified in each round, and how many of them kept."""
 
     tokens: list[int] = field(default_factory=list)
+    tried: list[int] = field(default_factory=list)
     kept: list[int] = field(default_factory=list)
 
 
@@ -50,6 +49,7 @@ class Writing:
         while kept < len(drafts) and drafts[kept] == chosen[kept]:
             kept += 1
         self.text.tokens.extend(chosen[: kept + 1])
+        self.text.tried.append(len(drafts))
         self.text.kept.append(kept)
         self.newest = chosen[kept]
         return kept

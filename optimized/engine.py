@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ from reference.probe import is_observed, probe, rows, scope
 from reference.sampling import GREEDY, Sampling
 from reference.session import DraftItem, StepItem
 
-# T new tokens  W vocabulary  D model  B requests
+# T new tokens  W vocabulary  D model  B requests  N chosen tokens  X drafts of a round  R rows of a buffer
 
 DEFAULT_LIMITS = StepLimits(max_tokens=8192, expanded_bytes=2**31, score_bytes=2**29)
 
@@ -198,7 +199,8 @@ class Engine:
         step.
         Raises: see the class; CacheError for a request that is not there or given twice, or a count below 1.
         """
-        check_decode(items, count, self.config.vocab_size)
+        items = tuple(items)
+        count = check_decode(items, count, self.config.vocab_size)
         lengths = {item.request: self.length(item.request) for item in items}
         check_growth(dict.fromkeys(lengths, count), self.pools, self.options.limits)
         with self._turns.next():
@@ -231,11 +233,13 @@ class Engine:
 
         Verified rows are rounded otherwise than decoded ones, so at a near tie another token may be chosen. The host
         waits once a round; with a nucleus in each step.
-        Raises: as `decode`; CacheError as `drafts`.
+        Raises: as `decode`; CacheError as `drafts`, with a count of 1 too; PlanError for a round beyond `max_tokens`.
         """
-        check_decode(items, count, self.config.vocab_size)
+        items = tuple(items)
+        count = check_decode(items, count, self.config.vocab_size)
         for item in items:
             self._check_draft(DraftItem(item.request, item.next_token, depth))
+        depth = int(depth)
         lengths = {item.request: self.length(item.request) for item in items}
         check_growth(dict.fromkeys(lengths, count), self.pools, self.options.limits)
         writing = [Writing(item.request, item.sampling, item.next_token, count) for item in items]
@@ -486,9 +490,10 @@ class Engine:
 
     def _check_draft(self, item: DraftItem) -> None:
         length, most = self.length(item.request), self.options.max_draft_tokens
-        if not self._keeps_hidden or not length or not 1 <= item.depth <= most:
+        is_depth = isinstance(item.depth, Integral) and 1 <= item.depth <= most
+        if not self._keeps_hidden or not length or not is_depth:
             raise CacheError(
-                f"cannot draft {item.depth} tokens for {item.request!r} with {length} tokens: needs a model with a "
+                f"cannot draft {item.depth!r} tokens for {item.request!r} with {length} tokens: needs a model with a "
                 f"draft layer, a token to start from, and a depth of 1 to max_draft_tokens = {most}"
             )
         first, hidden = self.pools.slots(item.request).draft_length, self._requests[item.request].hidden

@@ -33,13 +33,16 @@ def check_step(items: Sequence[StepItem], vocab_size: int) -> None:
             check_ids(item.request, item.token_ids, vocab_size)
 
 
-def check_decode(items: Sequence[DecodeItem], count: int, vocab_size: int) -> None:
-    """Raises: CacheError, TokenIdError."""
+def check_decode(items: Sequence[DecodeItem], count: int, vocab_size: int) -> int:
+    """The count as a plain integer. Raises: CacheError, TokenIdError."""
     names = [item.request for item in items]
-    if count < 1 or not names or len(set(names)) < len(names):
-        raise CacheError(f"decode takes a count of at least 1 and each request once; found {count} and {names}")
+    if not isinstance(count, Integral) or count < 1 or not names or len(set(names)) < len(names):
+        raise CacheError(
+            f"decoding takes a count of at least 1 and at least one item, a request once; found {count!r} and {names}"
+        )
     for item in items:
         check_ids(item.request, (item.next_token,), vocab_size)
+    return int(count)
 
 
 def check_ids(request: str, token_ids: Sequence[int], vocab_size: int) -> None:
@@ -48,5 +51,5 @@ def check_ids(request: str, token_ids: Sequence[int], vocab_size: int) -> None:
         # A number with a fraction would be cut off, or fail far from here.
         if not isinstance(token_id, Integral) or not 0 <= token_id < vocab_size:
             raise TokenIdError(
-                f"request {request!r}: token id {token_id} is outside the vocabulary (0 to {vocab_size - 1})"
+                f"request {request!r}: token id {token_id!r} is outside the vocabulary (0 to {vocab_size - 1})"
             )

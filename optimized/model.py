@@ -19,7 +19,9 @@ from torch import Tensor
 
 from optimized.audio import AudioTower
 from optimized.device import Backend
+from optimized.draft_rounds import DraftedText
 from optimized.engine import Engine, EngineOptions
+from optimized.items import DecodeItem
 from optimized.vision import VisionTower
 from reference.checkpoint.expected_towers import VISION
 from reference.checkpoint.load_audio import PREFIX as AUDIO
@@ -144,14 +146,35 @@ class NoteEngine:
         """As `Engine.step`. Raises also: PlaceholderError for other ids than those of the placed prompt."""
         return self.engine.step([self._with_embeddings(item) for item in items], last_only)
 
+    def decode(self, items: Sequence[DecodeItem], count: int) -> dict[str, list[int]]:
+        """As `Engine.decode`. Raises also: PlaceholderError before the whole of a placed prompt has been stepped."""
+        self._check_prompts(items := tuple(items))
+        return self.engine.decode(items, count)
+
+    def decode_with_drafts(self, items: Sequence[DecodeItem], count: int, depth: int) -> dict[str, DraftedText]:
+        """As `Engine.decode_with_drafts`. Raises also: as `decode`."""
+        self._check_prompts(items := tuple(items))
+        return self.engine.decode_with_drafts(items, count, depth)
+
     def fork(self, request: str, new: str) -> None:
         self.engine.fork(request, new)
         if request in self._prompts:
             self._prompts[new] = self._prompts[request]
 
     def free(self, request: str) -> None:
-        self.engine.free(request)
+        """Also of a request that is placed and has not begun."""
+        if self._held(request) is not None or request not in self._prompts:
+            self.engine.free(request)
         self._prompts.pop(request, None)
+
+    def _check_prompts(self, items: Sequence[DecodeItem]) -> None:
+        for item in items:
+            prompt, held = self._prompts.get(item.request), self._held(item.request)
+            if prompt is not None and (held or 0) < len(prompt.token_ids):
+                raise PlaceholderError(
+                    f"request {item.request!r}: {held or 0} of the {len(prompt.token_ids)} tokens of the prompt that "
+                    f"was placed for it are stepped; step the others first"
+                )
 
     def _seen(self, items: Sequence[ImageInput | PaddedVideoInput], request: str) -> list[MediaRows]:
         if not items:

@@ -245,7 +245,7 @@ class Uploader:
         host = self._host_buffer(size)
         host_bytes, start = host.numpy(), 0
         for array in arrays:
-            host_bytes[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+            host_bytes[start : start + array.nbytes] = array.ravel().view(np.uint8)
             start += _packed_bytes(array)
         out[:size].copy_(host[:size], non_blocking=True)
         if self._is_cuda:

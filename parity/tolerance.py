@@ -88,7 +88,8 @@ def _compared(actual: Tensor, truth: Tensor) -> tuple[Tensor, Tensor, Tensor, Te
     difference = (actual_RX - truth_RX).abs()
     if bool(difference.isfinite().all()):
         rows, elements = truth_RX.shape
-        spoilt, finite = torch.zeros(rows, dtype=torch.bool), torch.full((rows,), elements)
+        spoilt = torch.zeros(rows, dtype=torch.bool, device=truth_RX.device)
+        finite = torch.full((rows,), elements, device=truth_RX.device)
         return difference.norm(dim=1), difference.amax(dim=1), truth_RX.norm(dim=1), spoilt, finite
     finite = truth_RX.isfinite()
     same_kind = (finite == actual_RX.isfinite()) & (finite | (actual_RX == truth_RX) | (actual_RX != actual_RX))

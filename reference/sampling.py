@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
+from numbers import Integral, Real
+from sys import float_info
 
 import torch
 from torch import Tensor
@@ -26,17 +28,23 @@ from reference.errors import ConfigError
 
 @dataclass(frozen=True)
 class Sampling:
-    """`temperature` 0 is greedy. Raises: ConfigError for a temperature below 0, or top_p outside (0, 1]."""
+    """`temperature` 0 is greedy.
+
+    Raises: ConfigError for a temperature below 0 or beyond float64, top_p outside (0, 1], or a seed that is no integer.
+    """
 
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0.0:
-            raise ConfigError(f"sampling: temperature must be at least 0, found {self.temperature}")
-        if not 0.0 < self.top_p <= 1.0:
-            raise ConfigError(f"sampling: top_p must be above 0 and at most 1, found {self.top_p}")
+        temperature, top_p = self.temperature, self.top_p
+        if not isinstance(temperature, Real) or not (0.0 <= temperature <= float_info.max or temperature == inf):
+            raise ConfigError(f"sampling: temperature must be a number of at least 0, found {temperature!r}")
+        if not isinstance(top_p, Real) or not 0.0 < top_p <= 1.0:
+            raise ConfigError(f"sampling: top_p must be above 0 and at most 1, found {top_p!r}")
+        if not isinstance(self.seed, Integral):
+            raise ConfigError(f"sampling: seed must be an integer, found {self.seed!r}")
 
 
 GREEDY = Sampling()
@@ -112,4 +120,5 @@ def _shifted(x: Tensor, count: int) -> Tensor:
 
 def signed(value: int) -> int:
     """The 64-bit pattern of `value` as a signed integer."""
+    value = int(value)
     return (value & (2**64 - 1)) - (2**64 if value & 2**63 else 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -20,8 +21,9 @@ from optimized.plan_spans import StepLimits
 from reference.checkpoint import synthetic_tensors
 from reference.config import tiny
 from reference.errors import CacheError, NoteError, TokenIdError
+from reference.probe import Recorder, listening
 from reference.sampling import Sampling
-from reference.session import StepItem
+from reference.session import DraftItem, StepItem
 
 CONFIG = tiny().text
 WEIGHTS = {name: tensor.double() for name, tensor in synthetic_tensors(tiny())}
@@ -106,6 +108,25 @@ def test_whatever_is_kept_the_text_is_the_same(right: list[int], count: int, dep
         assert len(text.kept) - len(turns.get(name, [])) in (0, 1)
 
 
+@pytest.mark.parametrize("graphs", [False, True])
+def test_listeners_see_drafts_verified_rows_and_what_is_cached_of_them(graphs: bool) -> None:
+    """As of the same calls one by one."""
+    one, other = (engine(dataclasses.replace(OPTIONS, graphs=graphs)) for _ in range(2))
+    shown, expected = Recorder(("*",)), Recorder(("*",))
+    with listening(shown):
+        one.decode_with_drafts([DecodeItem("a", 31)], 3, 2)
+    with listening(expected):
+        drafts = other.drafts([DraftItem("a", 31, 2)])["a"].argmax(-1).tolist()
+        other.step([StepItem("a", (31, *drafts), "verify")])
+    first = shown.observations[: len(expected.observations)]
+    for seen, wanted in zip(first, expected.observations, strict=True):
+        ours, theirs = ((row.name, row.rows.kind, row.rows.positions.tolist()) for row in (seen, wanted))
+        assert ours == theirs
+        torch.testing.assert_close(seen.value, wanted.value, rtol=1e-12, atol=1e-12, equal_nan=True)
+    kinds = {(seen.name.split(".")[0], seen.rows.kind) for seen in shown.observations}
+    assert {("mtp", "draft"), ("layers", "verify"), ("cache", "verify"), ("cache", "decode")} <= kinds
+
+
 def test_a_request_without_hidden_states_cannot_draft_and_nothing_changes() -> None:
     one = engine()
     import_request(one.pools, "d", export_request(one.pools, "a"))
@@ -120,7 +141,11 @@ def test_a_request_without_hidden_states_cannot_draft_and_nothing_changes() -> N
     [
         (items_of(), 5, 0, CacheError),
         (items_of(), 5, 5, CacheError),
+        (items_of(), 5, 2.0, CacheError),
         (items_of(), 0, 2, CacheError),
+        (items_of(), 3.0, 2, CacheError),
+        (items_of(), float("inf"), 2, CacheError),
+        (items_of(), "5", 2, CacheError),
         (items_of(names="aa"), 5, 2, CacheError),
         (items_of(names="x"), 5, 2, CacheError),
         ([], 5, 2, CacheError),
@@ -136,6 +161,17 @@ def test_what_cannot_be_decoded_changes_nothing(
         one.decode_with_drafts(items, count, depth)
     assert {name: one.length(name) for name in one.requests} == LENGTHS
     assert tokens(one.decode_with_drafts(items_of(), COUNT, 2)) == plain(HOT)
+
+
+def test_integers_of_numpy_and_items_one_by_one_will_do() -> None:
+    one = engine()
+    found = one.decode_with_drafts((item for item in items_of()), np.int64(9), np.uint8(4))
+    assert tokens(found) == {name: text[:9] for name, text in plain(HOT).items()}
+    for text in found.values():
+        assert all(kept <= tried <= 4 for kept, tried in zip(text.kept, text.tried, strict=True))
+        assert text.tried[-1] <= 4
+    newest = (DecodeItem(name, text.tokens[-1], HOT) for name, text in found.items())
+    assert one.decode(newest, np.int32(COUNT - 9)) == {name: text[9:] for name, text in plain(HOT).items()}
 
 
 def test_drafts_take_no_page_that_the_text_does_not() -> None:

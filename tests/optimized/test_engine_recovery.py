@@ -111,6 +111,25 @@ def test_a_decode_that_breaks_off_is_taken_back(graphs: bool, steps: int) -> Non
         assert_goes_on(one, expected, request)
 
 
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("rounds", [0, 1])
+@pytest.mark.parametrize("name", ["layers.3.attn.core", "mtp.0.attn.core", "mtp.1.attn.core"])
+def test_a_round_of_drafts_that_breaks_off_is_taken_back_with_those_before_it(
+    name: str, rounds: int, graphs: bool
+) -> None:
+    """In a verification, in the first draft, in the second one."""
+    options = dataclasses.replace(OPTIONS, graphs=graphs)
+    one, expected, calls = engine(options, a=6, b=7), engine(options, a=6, b=7), itertools.count()
+    replace = Override(name, lambda value, rows: value + 1 if next(calls) >= 2 * rounds else value)
+    with listening(replace), pytest.raises(NotSupportedError):
+        one.decode_with_drafts([DecodeItem("a", 5), DecodeItem("b", 6)], 9, 2)
+    assert next(calls) > 2 * rounds
+    assert one.pools.free_pages == expected.pools.free_pages
+    for request in ("a", "b"):
+        assert one.pools.slots(request).length == expected.pools.slots(request).length
+        assert_goes_on(one, expected, request)
+
+
 def test_a_request_whose_ring_was_overwritten_by_such_a_step_is_freed() -> None:
     one = engine(a=40, b=40)
     with broken("layers.3"), pytest.raises(NotSupportedError):

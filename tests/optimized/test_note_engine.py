@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from optimized.engine import Engine, EngineOptions
+from optimized.engine import DecodeItem, Engine, EngineOptions
 from optimized.model import NoteEngine
 from optimized.plan_spans import StepLimits
 from reference.checkpoint import synthetic_tensors
@@ -131,6 +131,32 @@ def test_generation_with_drafts_behind_media(depth: int) -> None:
     assert generate(placed(engine()), PROMPTS, 12, depth).tokens == expected
     if depth == 3:
         assert generate(placed(engine(RECORDED)), PROMPTS, 12, depth).tokens == expected
+
+
+@pytest.mark.parametrize("options", [OPTIONS, RECORDED], ids=["whole", "recorded"])
+def test_decoding_goes_on_behind_the_whole_prompt(options: EngineOptions) -> None:
+    expected = generate(placed(NoteSession(MODEL)), PROMPTS, 12, 0).tokens
+    for depth in (0, 3):
+        ours = placed(engine(options))
+        logits = ours.step([StepItem(name, ids, "prefill") for name, ids in PROMPTS.items()], last_only=True)
+        items = [DecodeItem(name, int(logits_TW.argmax())) for name, logits_TW in logits.items()]
+        texts = ours.decode_with_drafts(items, 11, depth) if depth else ours.decode(items, 11)
+        found = {name: text.tokens if depth else text for name, text in texts.items()}
+        assert {item.request: [item.next_token, *found[item.request]] for item in items} == expected
+
+
+def test_nothing_is_decoded_inside_of_a_prompt() -> None:
+    ours = placed(engine())
+    ours.step([StepItem("a", IDS[:9], "prefill")])
+    for name, held in (("a", 9), ("c", 0)):
+        message = f"'{name}': {held} of the {len(PROMPTS[name])} tokens of the prompt"
+        for decode in (lambda item: ours.decode([item], 3), lambda item: ours.decode_with_drafts([item], 3, 1)):
+            with pytest.raises(PlaceholderError, match=message):
+                decode(DecodeItem(name, 7))
+    ours.free("c")
+    ours.place("c", *OTHERS["c"])
+    with pytest.raises(CacheError, match="no request 'x'"):
+        ours.free("x")
 
 
 def test_intermediates_are_the_references() -> None:

@@ -75,7 +75,9 @@ def test_temperature_zero_is_greedy_and_ties_go_to_the_lower_id() -> None:
 
 @pytest.mark.parametrize(
     ("values", "named"), [({"temperature": -1.0}, "temperature"), ({"temperature": math.nan}, "temperature"),
-                          ({"top_p": 0.0}, "top_p"), ({"top_p": 1.5}, "top_p")]
+                          ({"temperature": "1"}, "temperature"), ({"temperature": 10**400}, "temperature"),
+                          ({"top_p": 0.0}, "top_p"), ({"top_p": 1.5}, "top_p"), ({"top_p": None}, "top_p"),
+                          ({"seed": 3.0}, "seed"), ({"seed": "x"}, "seed")]
 )  # fmt: skip
 def test_what_is_no_sampling_is_refused(values: dict[str, float], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
