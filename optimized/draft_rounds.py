@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
-from optimized.step import PlanItem
+from optimized.step import PlanItem, row_spans
+from reference.generate import accepted
 from reference.sampling import Sampling
 
 
@@ -45,9 +45,7 @@ class Writing:
 
     def take(self, drafts: Sequence[int], chosen: Sequence[int]) -> int:
         """Note the tokens of a round, from its drafts and the choice of each row; returns how many drafts are kept."""
-        kept = 0
-        while kept < len(drafts) and drafts[kept] == chosen[kept]:
-            kept += 1
+        kept = accepted(drafts, chosen)
         self.text.tokens.extend(chosen[: kept + 1])
         self.text.tried.append(len(drafts))
         self.text.kept.append(kept)
@@ -57,22 +55,21 @@ class Writing:
 
 @dataclass(frozen=True)
 class Verification:
-    """One step over requests with `depths` drafts each, all drafts one behind the other in the buffer of its tokens.
+    """One step that verifies drafts, which lie one behind the other in the buffer of its tokens.
 
     `items` have zeros for drafts, which are on the device only. `samplings` and `positions`: of the token that each row
     chooses. `sources`: where in the buffer each row's own token is, -1 for a newest one.
     """
 
     items: list[PlanItem]
-    depths: list[int]
     samplings: list[Sampling]
     positions: list[int]
     sources: list[int]
 
     @classmethod
     def of(cls, live: Sequence[Writing], lengths: Sequence[int], depths: Sequence[int]) -> Verification:
-        """Of requests with so many tokens stepped."""
-        round_ = cls([], list(depths), [], [], [])
+        """Of requests with so many tokens stepped, and so many drafts."""
+        round_ = cls([], [], [], [])
         drafted = 0
         for one, length, depth in zip(live, lengths, depths, strict=True):
             token_ids = (one.newest, *(0,) * depth)
@@ -83,14 +80,8 @@ class Verification:
             drafted += depth
         return round_
 
-    @property
-    def row_spans(self) -> dict[str, slice]:
-        stops = accumulate(1 + depth for depth in self.depths)
-        rows = zip(self.items, self.depths, stops, strict=True)
-        return {item.request: slice(stop - 1 - depth, stop) for item, depth, stop in rows}
-
     def split(self, drafted: Sequence[int], chosen: Sequence[int]) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
         """Of each request its drafts, and what its rows chose."""
-        stops = accumulate(self.depths)
-        for depth, stop, rows in zip(self.depths, stops, self.row_spans.values(), strict=True):
-            yield drafted[stop - depth : stop], chosen[rows]
+        for number, rows in enumerate(row_spans(self.items).values()):
+            # Each request before this one has a row more than it has drafts.
+            yield drafted[rows.start - number : rows.stop - number - 1], chosen[rows]

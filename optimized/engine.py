@@ -27,12 +27,12 @@ from optimized.errors import PlanError
 from optimized.given_rows import GivenRows
 from optimized.graphs import MOST_RECORDINGS, Shape, Turns, one_shape, shape_of
 from optimized.hidden_rows import HiddenRows
-from optimized.items import DecodeItem, check_decode, check_ids, check_step
+from optimized.items import DecodeItem, check_decode
 from optimized.plan_pages import PagePlanner
 from optimized.plan_spans import StepLimits
 from optimized.planning import check_growth, plan_step, split_step
 from optimized.runner import Runner, StepOutput
-from optimized.step import PlanItem
+from optimized.step import PlanItem, row_spans
 from optimized.text import Text
 from optimized.weights import PackedText, pack_text
 from reference.config import TextConfig
@@ -41,7 +41,7 @@ from reference.layers.indexer import RopeLayout
 from reference.numerics import Numerics
 from reference.probe import is_observed, probe, rows, scope
 from reference.sampling import GREEDY, Sampling
-from reference.session import DraftItem, StepItem
+from reference.session import DraftItem, StepItem, check_ids, check_step
 
 # T new tokens  W vocabulary  D model  B requests  N chosen tokens  X drafts of a round  R rows of a buffer
 
@@ -271,7 +271,7 @@ class Engine:
         verified = Verification.of(live, [self.length(one.request) for one in live], depths)
         output = self._forward(verified.items, (verified.samplings, verified.positions, verified.sources))
         choose_in_nucleus(output.logits_TW, verified.samplings, verified.positions, chosen_R)
-        self._keep_hidden(verified.row_spans, output)
+        self._keep_hidden(row_spans(verified.items), output)
         if is_observed():
             self._show_cache(verified.items)
         tokens = torch.cat((drafted_X, chosen_R[: len(verified.sources)])).tolist()
@@ -395,8 +395,7 @@ class Engine:
         # The order of a plan's rows: what decodes, then what prefills.
         items = sorted(items, key=lambda item: len(item.token_ids) > self._most_decoded)
         output = self._forward(items, last_only=last_only, embeddings_TD=given.next(items))
-        ends = list(accumulate(len(item.token_ids) for item in items))
-        spans = {item.request: slice(end - len(item.token_ids), end) for item, end in zip(items, ends, strict=True)}
+        spans = row_spans(items)
         self._keep_hidden(spans, output)
         for item in items:
             self._requests[item.request].token_ids += item.token_ids

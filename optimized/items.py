@@ -1,4 +1,4 @@
-"""What the engine is asked for, beside the items of `reference.session`, and what is refused before anything runs."""
+"""What the engine is asked for beside the items of `reference.session`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
-from reference.errors import CacheError, TokenIdError
+from reference.errors import CacheError
 from reference.sampling import GREEDY, Sampling
-from reference.session import StepItem
+from reference.session import check_ids
 
 
 @dataclass(frozen=True)
@@ -18,19 +18,6 @@ class DecodeItem:
     request: str
     next_token: int
     sampling: Sampling = GREEDY
-
-
-def check_step(items: Sequence[StepItem], vocab_size: int) -> None:
-    """Raises: CacheError, TokenIdError."""
-    seen: set[str] = set()
-    for item in items:
-        if item.request in seen or not item.token_ids:
-            raise CacheError(
-                f"request {item.request!r}: a step takes one item with at least one token for each request"
-            )
-        seen.add(item.request)
-        if item.embeddings_TD is None:
-            check_ids(item.request, item.token_ids, vocab_size)
 
 
 def check_decode(items: Sequence[DecodeItem], count: int, vocab_size: int) -> int:
@@ -43,13 +30,3 @@ def check_decode(items: Sequence[DecodeItem], count: int, vocab_size: int) -> in
     for item in items:
         check_ids(item.request, (item.next_token,), vocab_size)
     return int(count)
-
-
-def check_ids(request: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raises: TokenIdError."""
-    for token_id in token_ids:
-        # A number with a fraction would be cut off, or fail far from here.
-        if not isinstance(token_id, Integral) or not 0 <= token_id < vocab_size:
-            raise TokenIdError(
-                f"request {request!r}: token id {token_id!r} is outside the vocabulary (0 to {vocab_size - 1})"
-            )

@@ -12,8 +12,9 @@ Source: text_model specification, sections 13, 15 and 16.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import numpy as np
@@ -35,6 +36,12 @@ class PlanItem:
     request: str
     token_ids: tuple[int, ...]
     kind: StepKind
+
+
+def row_spans(items: Sequence[PlanItem]) -> dict[str, slice]:
+    """The rows of each request in a step of these items, in row order."""
+    stops = accumulate(len(item.token_ids) for item in items)
+    return {item.request: slice(stop - len(item.token_ids), stop) for item, stop in zip(items, stops, strict=True)}
 
 
 @dataclass(frozen=True)

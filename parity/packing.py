@@ -23,7 +23,7 @@ from pydantic import Field
 from parity.foreign.dump import Foreign, ForeignDump, OwnRows
 from parity.manifest import MAX_POSITION, MAX_ROWS, DumpError, Name
 from parity.statistics import Record
-from parity.workload import Fork, Free, Step, Truncate, Workload
+from parity.workload import Step, Workload, act
 
 Layout = Literal["packed", "packed_padded", "padded_right", "padded_left"]
 
@@ -169,18 +169,9 @@ def _steps(workload: Workload) -> Iterator[tuple[int, tuple[Item, ...]]]:
     length: dict[str, int] = {}
     for index, action in enumerate(workload.actions):
         if isinstance(action, Step):
-            items = []
-            for request, count, kind in action.items:
-                start = length.get(request, 0)
-                items.append(Item(request, kind, range(start, start + count)))
-                length[request] = start + count
-            yield index, tuple(items)
-        elif isinstance(action, Truncate):
-            length[action.request] -= action.count
-        elif isinstance(action, Fork):
-            length[action.new] = length[action.request]
-        elif isinstance(action, Free):
-            del length[action.request]
+            starts = [(item, length.get(item[0], 0)) for item in action.items]
+            yield index, tuple(Item(name, kind, range(start, start + n)) for (name, n, kind), start in starts)
+        act(action, length)
 
 
 def _integers(dump: ForeignDump, name: str, forward: int) -> list[int]:

@@ -113,7 +113,7 @@ class Workload:
                 raise WorkloadError(f"{_action_text(action)!r}: there is no request {action.request!r} at this point")
             elif isinstance(action, Fork) and action.new in lengths:
                 raise WorkloadError(f"{_action_text(action)!r}: request {action.new!r} exists already")
-            _act(action, lengths)
+            act(action, lengths)
             if isinstance(action, Truncate) and lengths[action.request] < 1:
                 raise WorkloadError(f"{_action_text(action)!r}: takes back more tokens than there are, or all")
 
@@ -121,7 +121,7 @@ class Workload:
         """Raises: WorkloadError for a request that is longer, at any time, than the `context` tokens of the model."""
         lengths: dict[str, int] = {}
         for action in self.actions:
-            _act(action, lengths)
+            act(action, lengths)
             for request, length in lengths.items():
                 if length > context:
                     raise WorkloadError(
@@ -175,19 +175,6 @@ def _parse_action(word: str) -> Action:
     return Free(match.group(8))
 
 
-def _act(action: Action, lengths: dict[str, int]) -> None:
-    """Bring the lengths of the requests up to date."""
-    if isinstance(action, Step):
-        for request, count, _ in action.items:
-            lengths[request] = lengths.get(request, 0) + count
-    elif isinstance(action, Truncate):
-        lengths[action.request] -= action.count
-    elif isinstance(action, Fork):
-        lengths[action.new] = lengths[action.request]
-    elif isinstance(action, Free):
-        del lengths[action.request]
-
-
 def _action_text(action: Action) -> str:
     if isinstance(action, Step):
         first = action.items[0][2]
@@ -203,3 +190,16 @@ def _action_text(action: Action) -> str:
     if isinstance(action, Fork):
         return f"f:{action.request}>{action.new}"
     return f"x:{action.request}"
+
+
+def act(action: Action, lengths: dict[str, int]) -> None:
+    """Bring the lengths of the requests up to date."""
+    if isinstance(action, Step):
+        for request, count, _ in action.items:
+            lengths[request] = lengths.get(request, 0) + count
+    elif isinstance(action, Truncate):
+        lengths[action.request] -= action.count
+    elif isinstance(action, Fork):
+        lengths[action.new] = lengths[action.request]
+    elif isinstance(action, Free):
+        del lengths[action.request]

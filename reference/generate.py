@@ -185,9 +185,7 @@ class _Rounds:
         """The drafts that the model chooses too, and the token it chooses behind them."""
         end = self.session.length(name)
         chosen, margins = choose_with_margins(logits_TW, range(end - len(drafts), end + 1), self._of(name))
-        kept = 0
-        while kept < len(drafts) and drafts[kept] == chosen[kept]:
-            kept += 1
+        kept = accepted(drafts, chosen)
         for place in range(min(kept + 1, len(drafts))):
             self.tried[place] += 1
             self.accepted[place] += place < kept
@@ -202,3 +200,11 @@ class _Rounds:
 
     def _of(self, name: str) -> Sampling:
         return self.sampling if isinstance(self.sampling, Sampling) else self.sampling.get(name, GREEDY)
+
+
+def accepted(drafts: Sequence[int], chosen: Sequence[int]) -> int:
+    """How many drafts stand before the first that the model does not choose in its place."""
+    kept = 0
+    while kept < len(drafts) and drafts[kept] == chosen[kept]:
+        kept += 1
+    return kept

@@ -106,7 +106,7 @@ class Session:
                 f"cannot draft {depth} tokens for {request!r} with {len(state.token_ids)} tokens: needs a model with a "
                 f"draft layer, a token to start from, and a depth of 1 to max_draft_tokens = {self.max_draft_tokens}"
             )
-        self._check_ids(request, (next_token, *forced))
+        check_ids(request, (next_token, *forced), self.model.config.vocab_size)
         cache, device = state.cache, state.hidden_TD.device
         committed = len(state.token_ids)
         first = cache.draft.length
@@ -166,21 +166,14 @@ class Session:
         return len(self.request(request).token_ids)
 
     def _check(self, items: Sequence[StepItem]) -> None:
-        seen: set[str] = set()
+        check_step(items, self.model.config.vocab_size)
         for item in items:
-            if item.request in seen or not item.token_ids:
-                raise CacheError(
-                    f"request {item.request!r}: a step takes one item with at least one token for each request"
-                )
-            seen.add(item.request)
             length = len(item.token_ids) + (self.length(item.request) if item.request in self._requests else 0)
             if self.max_length is not None and length > self.max_length:
                 raise CacheError(
                     f"request {item.request!r} would hold {length} tokens; max_length is {self.max_length}"
                 )
-            if item.embeddings_TD is None:
-                self._check_ids(item.request, item.token_ids)
-            else:
+            if item.embeddings_TD is not None:
                 self._check_embeddings(item, item.embeddings_TD)
 
     def _check_embeddings(self, item: StepItem, embeddings_TD: Tensor) -> None:
@@ -193,13 +186,6 @@ class Session:
             )
         if min(item.token_ids) < 0:
             raise TokenIdError(f"request {item.request!r}: token id {min(item.token_ids)} is negative")
-
-    def _check_ids(self, request: str, token_ids: Sequence[int]) -> None:
-        last = self.model.config.vocab_size - 1
-        for token_id in token_ids:
-            # A number with a fraction would be cut off, or fail far from here.
-            if not isinstance(token_id, Integral) or not 0 <= token_id <= last:
-                raise TokenIdError(f"request {request!r}: token id {token_id} is outside the vocabulary (0 to {last})")
 
     def _run(self, item: StepItem) -> Tensor:
         model = self.model
@@ -231,3 +217,26 @@ def _observe_cache(item: StepItem, positions_T: Tensor, cache: RequestCache) -> 
         with rows(item.request, kept_T, item.kind), scope(f"cache.{index}"):
             for name, stored in layer.rows(kept_T).items():
                 probe(name, stored)
+
+
+def check_step(items: Sequence[StepItem], vocab_size: int) -> None:
+    """Raises: CacheError for an item without tokens or two of one request, TokenIdError for ids without embeddings."""
+    seen: set[str] = set()
+    for item in items:
+        if item.request in seen or not item.token_ids:
+            raise CacheError(
+                f"request {item.request!r}: a step takes one item with at least one token for each request"
+            )
+        seen.add(item.request)
+        if item.embeddings_TD is None:
+            check_ids(item.request, item.token_ids, vocab_size)
+
+
+def check_ids(request: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises: TokenIdError for an id that is no integer or outside the vocabulary."""
+    for token_id in token_ids:
+        # A number with a fraction would be cut off, or fail far from here.
+        if not isinstance(token_id, Integral) or not 0 <= token_id < vocab_size:
+            raise TokenIdError(
+                f"request {request!r}: token id {token_id!r} is outside the vocabulary (0 to {vocab_size - 1})"
+            )
