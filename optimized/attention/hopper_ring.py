@@ -17,11 +17,12 @@ Assumes C 1024, R 64, heads in multiples of 64, rows aligned to 16 bytes. Fills 
 multiprocessor. Source: text_model specification, sections 9, 14 and 16.
 
 H200, window of 513, replay of a CUDA graph with a cold cache, µs at B = 16, 32, 64, 128, 256: 27, 35, 43, 79, 149
-(floor 5, 10, 19, 38, 77). One program for all lanes of 32 heads, where two programs read each row, took 51 and 167 at
-64 and 256 a run before; the two kernels of `two_pass` 26 at 16. A tile takes 3.3 µs: by count its products need 1.5,
-and its bytes 2.0 at the bandwidth of the memory; the start and end of a program take 6. Slower: fetching the next rows
-behind the products of scores, not in front of them (50, 168 at B = 64, 256), or behind the barrier of this tile's rows
-(44, 152). No faster: the own key from plain multiplications beside the first fetch (43, 148).
+(floor 5, 10, 19, 38, 77; 64 and 256 before and after `arrive` was put behind the barrier, the others before). One
+program for all lanes of 32 heads, where two programs read each row, took 51 and 167 at 64 and 256 a run before; the two
+kernels of `two_pass` 26 at 16. A tile takes 3.3 µs: by count its products need 1.5, and its bytes 2.0 at the memory's
+bandwidth; the start and end of a program take 6. Slower: fetching the next rows behind the products of scores, not in
+front of them (50, 168 at B = 64, 256), or behind the barrier of this tile's rows (44, 152). No faster: the own key from
+plain multiplications beside the first fetch (43, 148).
 """
 
 from optimized.attention.hopper import (

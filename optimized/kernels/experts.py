@@ -15,7 +15,7 @@ input gives the same bytes. All grids depend on shapes alone, and rows are count
 Assumes expert ids in [0, E), and weight stacks whose rows are evenly spaced.
 
 Measured on an H200, bfloat16, 256 of 5120 x 1536 and a shared one, K = 8, in a CUDA graph: sort, both products and
-combine take 109 / 1069 / 2259 / 2730 us at T = 1 / 16 / 64 / 256 (reading the weights alone: 92 / 1052 / 2227 / 2625).
+combine take 120 / 1114 / 2377 / 2797 us at T = 1 / 16 / 64 / 256 (reading the weights alone: 93 / 1065 / 2311 / 2658).
 Source: text_model specification, sections 11.2 and 11.4.
 """
 
